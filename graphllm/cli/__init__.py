@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 def __getattr__(name: str) -> Any:
     """Import ``app`` at first use, so that `main` handles Ctrl-C during the import."""
     if name == "app":
-        from .verbs import app
+        from .typer_app import typer_app
+        from .verbs import NAMES, find_verb
 
-        return app
+        return typer_app(filter(None, map(find_verb, NAMES)))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -74,13 +75,22 @@ def _call() -> None:
     from .output import open_streams
 
     open_streams()
-    import typer
+    from .verbs import NAMES, find_verb
 
-    from .verbs import app
+    words = sys.argv[1:]
+    verb = find_verb(words[0]) if words else None
+    values = verb.parse(words[1:]) if verb else None
+    if verb and values is not None:
+        verb.call(**values)
+    else:
+        import typer
 
-    command = typer.main.get_command(app)
-    with command.make_context("graphllm", sys.argv[1:]) as context:
-        command.invoke(context)
+        from .typer_app import typer_app
+
+        app = typer_app([verb] if verb else filter(None, map(find_verb, NAMES)))
+        command = typer.main.get_command(app)
+        with command.make_context("graphllm", words) as context:
+            command.invoke(context)
     sys.stdout.flush()
 
 

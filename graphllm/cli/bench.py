@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..errors import GraphllmError, RequestError
 from ..progress import progress_line
 from ..terminal import note
 from . import bench_batches, bench_load
 from .bench_load import LoadTestOptions
 from .bench_tables import Column, Row, as_csv, as_json, markdown
+from .declarations import Option, verb
 from .number_lists import parse_numbers
-from .options import ModelSource, PlacementOptions, verb
+from .options import ModelSource, PlacementOptions
 from .output import show
 
 if TYPE_CHECKING:
@@ -36,19 +35,17 @@ class BenchGrid:
 
     prompts: Annotated[
         str,
-        typer.Option(
-            "-p", "--n-prompt", metavar=_LIST, help="Prompt length in tokens; 0 skips prefill."
-        ),
+        Option("-p", "--n-prompt", metavar=_LIST, help="Prompt length in tokens; 0 skips prefill."),
     ] = "512"
     gens: Annotated[
         str,
-        typer.Option(
+        Option(
             "-n", "--n-gen", metavar=_LIST, help="Number of tokens to generate; 0 skips decode."
         ),
     ] = "128"
     depths: Annotated[
         str,
-        typer.Option(
+        Option(
             "-d",
             "--n-depth",
             metavar=_LIST,
@@ -57,7 +54,7 @@ class BenchGrid:
     ] = "0"
     batches: Annotated[
         str,
-        typer.Option(
+        Option(
             "-b",
             "--batch",
             metavar=_LIST,
@@ -67,16 +64,14 @@ class BenchGrid:
     ] = ""
     threads: Annotated[
         str,
-        typer.Option(
-            "-t", "--threads", metavar=_LIST, help="Number of CPU threads; 0 uses every core."
-        ),
+        Option("-t", "--threads", metavar=_LIST, help="Number of CPU threads; 0 uses every core."),
     ] = "0"
     kv_types: Annotated[
         str,
-        typer.Option("--kv-type", metavar=_LIST, help="Type of the KV cache: f32, f16 or q8_0."),
+        Option("--kv-type", metavar=_LIST, help="Type of the KV cache: f32, f16 or q8_0."),
     ] = ""
     repeat: Annotated[
-        int, typer.Option("-r", "--repetitions", help="Number of timed runs of each test.")
+        int, Option("-r", "--repetitions", help="Number of timed runs of each test.")
     ] = 5
 
     def tests(self) -> list[Test]:
@@ -126,11 +121,9 @@ def bench(
     load_test: LoadTestOptions,
     ceiling: Annotated[
         bool,
-        typer.Option("--ceiling/--no-ceiling", help="Compare with the memory bandwidth ceiling."),
+        Option("--ceiling/--no-ceiling", help="Compare with the memory bandwidth ceiling."),
     ] = True,
-    output: Annotated[
-        str, typer.Option("-o", "--output", help="Output format: md, json or csv.")
-    ] = "md",
+    output: Annotated[str, Option("-o", "--output", help="Output format: md, json or csv.")] = "md",
 ) -> None:
     """Measure prefill and decode speed; tests and JSON keys are those of llama-bench.
 

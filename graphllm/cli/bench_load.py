@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import RequestError
 from ..progress import progress_line
+from .declarations import Option
 from .number_lists import parse_numbers
 from .options import PlacementOptions
 
@@ -30,7 +29,7 @@ class LoadTestOptions:
 
     load: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--load",
             metavar="FILE|synthetic",
             help="Load test: requests of a JSON-lines file with the fields arrival_s, "
@@ -41,12 +40,10 @@ class LoadTestOptions:
     ] = None
     rate: Annotated[
         float,
-        typer.Option(
-            "--rate", help="Arrivals per second (Poisson); 0 lets all requests arrive at once."
-        ),
+        Option("--rate", help="Arrivals per second (Poisson); 0 lets all requests arrive at once."),
     ] = 1.0
-    requests: Annotated[int, typer.Option("--requests", help="Number of synthetic requests.")] = 32
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the requests and the sampling.")] = 0
+    requests: Annotated[int, Option("--requests", help="Number of synthetic requests.")] = 32
+    seed: Annotated[int, Option("--seed", help="Seed of the requests and the sampling.")] = 0
 
 
 def run(

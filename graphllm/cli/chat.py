@@ -9,12 +9,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..errors import GraphllmError, RequestError
 from ..terminal import note
+from .declarations import Option, verb
 from .error_flags import with_flag
-from .options import LoadOptions, Model, System, Template, verb
+from .options import LoadOptions, Model, System, Template
 from .output import write_text
 from .sampling_options import ChatSamplingOptions
 
@@ -42,7 +41,7 @@ def chat(
     system: System = None,
     parse_special: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--parse-special",
             help="Encode special tokens written out in messages as control tokens; pasted text can "
             "then begin a turn of the model.",

@@ -9,11 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import RequestError
 from ..progress import progress_line
-from .options import verb
+from .declarations import Argument, Option, exit_with, verb
 from .output import show_json, show_table
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ class InterleavedOptions:
 
     against: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--against",
             metavar="WHAT",
             help="Profile MODEL interleaved with commit=REV, backend=NAME or other flags.",
@@ -39,15 +37,13 @@ class InterleavedOptions:
     ] = None
     flags: Annotated[
         str,
-        typer.Option(
+        Option(
             "--with", metavar="FLAGS", help="Flags of profile for both runs, such as '-n 32 -t 2'."
         ),
     ] = ""
     repeat: Annotated[
         int,
-        typer.Option(
-            "-r", "--repetitions", help="Number of interleaved pairs of runs of --against."
-        ),
+        Option("-r", "--repetitions", help="Number of interleaved pairs of runs of --against."),
     ] = 5
 
     def compare(self, model: str | None, other: str | None, options: dict[str, Any]) -> Comparison:
@@ -74,22 +70,20 @@ class ReportOptions:
     """Options of the comparison."""
 
     by: Annotated[
-        str, typer.Option("--by", help="Group rows by op, scope, layer, backend or format.")
+        str, Option("--by", help="Group rows by op, scope, layer, backend or format.")
     ] = "op"
     min_effect: Annotated[
-        str, typer.Option("--min-effect", help="Smallest change to report as slower or faster.")
+        str, Option("--min-effect", help="Smallest change to report as slower or faster.")
     ] = "3%"
     fail_above: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--fail-above",
             metavar="5%",
             help="Exit with code 1 if a row is slower by more than this.",
         ),
     ] = None
-    force: Annotated[bool, typer.Option("--force", help="Allow different models or shapes.")] = (
-        False
-    )
+    force: Annotated[bool, Option("--force", help="Allow different models or shapes.")] = False
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `graphllm.compare`. RequestError: invalid percentage."""
@@ -104,16 +98,12 @@ class ReportOptions:
 def compare(
     interleaved: InterleavedOptions,
     report: ReportOptions,
-    first: Annotated[str | None, typer.Argument(metavar="A", help=_A, show_default=False)] = None,
+    first: Annotated[str | None, Argument(metavar="A", help=_A, show_default=False)] = None,
     second: Annotated[
-        str | None, typer.Argument(metavar="B", help="As many files as A.", show_default=False)
+        str | None, Argument(metavar="B", help="As many files as A.", show_default=False)
     ] = None,
-    top: Annotated[
-        int, typer.Option("--top", help="Number of unchanged rows to show; 0 shows all.")
-    ] = 0,
-    output: Annotated[
-        str, typer.Option("-o", "--output", help="Output format: text or json.")
-    ] = "text",
+    top: Annotated[int, Option("--top", help="Number of unchanged rows to show; 0 shows all.")] = 0,
+    output: Annotated[str, Option("-o", "--output", help="Output format: text or json.")] = "text",
 ) -> None:
     """Compare two profiles or benchmarks step by step, and distinguish changes from noise.
 
@@ -150,7 +140,7 @@ def compare(
     else:
         show_table(found.table(top, colour))
     if found.failed:
-        raise typer.Exit(1)
+        exit_with(1)
 
 
 def parse_percentage(flag: str, text: str) -> float:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from ..errors import RequestError
 from ..progress import progress_line
-from .options import AsJson, KvType, LinearMode, Model, ModelDef, NoFuse, Threads, verb
+from .declarations import Option, exit_with, verb
+from .options import AsJson, KvType, LinearMode, Model, ModelDef, NoFuse, Threads
 from .output import show_json, show_table
 
 
@@ -17,28 +16,24 @@ def diff(
     model: Model,
     backends: Annotated[
         str,
-        typer.Option(
+        Option(
             "--backends",
             metavar="A,B",
             help="Backend to check, and the backend to check it against.",
         ),
     ] = "cpu,reference",
-    prompt: Annotated[str, typer.Option("-p", "--prompt", help="Prompt.")] = (
-        "The capital of France is"
-    ),
+    prompt: Annotated[str, Option("-p", "--prompt", help="Prompt.")] = ("The capital of France is"),
     ids: Annotated[
         str | None,
-        typer.Option("--ids", metavar="LIST", help="Prompt as comma-separated token ids."),
+        Option("--ids", metavar="LIST", help="Prompt as comma-separated token ids."),
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(
-            "--against", metavar="FILE", help="Compare with another file on the first backend."
-        ),
+        Option("--against", metavar="FILE", help="Compare with another file on the first backend."),
     ] = None,
     fused: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--fused", help="Compare the fused steps of the first backend with their unfused ops."
         ),
     ] = False,
@@ -75,7 +70,7 @@ def diff(
     else:
         show_table(found.table())
     if found.first is not None:
-        raise typer.Exit(1)
+        exit_with(1)
 
 
 def _ids(text: str | None) -> list[int] | None:

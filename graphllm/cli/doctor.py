@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-import typer
-
 from ..progress import progress_line
-from .options import verb
+from .declarations import Option, verb
 from .output import show
 
 
@@ -16,7 +14,7 @@ from .output import show
 def doctor(
     measure: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--measure",
             help="Measure memory and cache bandwidth and peak arithmetic throughput (30 seconds).",
         ),

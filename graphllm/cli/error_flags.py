@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, get_args, get_origin, get_type_hints
 
-from typer.models import OptionInfo
-
 from ..errors import GraphllmError
+from .declarations import Option
 from .options import LoadOptions
 from .sampling_options import RunSamplingOptions
 
@@ -35,7 +34,6 @@ def _flags() -> dict[str, str]:
         for each in fields(group):
             kind = hints[each.name]
             option = get_args(kind)[1] if get_origin(kind) is Annotated else None
-            # typer stores the first flag of an annotated option as its default.
-            if isinstance(option, OptionInfo) and isinstance(option.default, str):
-                found[each.name] = option.default
+            if isinstance(option, Option):
+                found[each.name] = option.flags[0]
     return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..terminal import escape_control
-from .options import AsJson, Model, verb
+from .declarations import verb
+from .options import AsJson, Model
 from .output import show, show_json
 
 

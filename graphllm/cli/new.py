@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from .options import verb
+from .declarations import Argument, Option, verb
 from .output import show
 
 
 @verb
 def new(
     name: Annotated[
-        str, typer.Argument(help="Name of the model; writes NAME.py to the current directory.")
+        str, Argument(help="Name of the model; writes NAME.py to the current directory.")
     ],
-    like: Annotated[str, typer.Option("--like", help="Model family to start from.")] = "llama",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    like: Annotated[str, Option("--like", help="Model family to start from.")] = "llama",
+    force: Annotated[bool, Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a model file to start from: a copy of a model family, with comments on what to change.
 

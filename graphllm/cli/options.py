@@ -2,62 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import RequestError
 from ..progress import progress_line
 from ..terminal import note
-from .deferred_interrupt import deferred_interrupt
-from .output import show
+from .declarations import Argument, Option
 
 if TYPE_CHECKING:
     from ..api import LLM
     from ..checkpoints.checkpoint import Checkpoint
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Run decoder language models and profile them op by op.",
-)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        from ..version import __version__
-
-        show(f"graphllm {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def general(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_version, is_eager=True, help="Show the version and exit."
-        ),
-    ] = False,
-) -> None:
-    """Handle the options before a verb."""
-
-
 MODEL = (
     "A .gguf file (the first part of a split file), a Hugging Face directory or ORG/NAME, a "
     ".safetensors file, a llama2.c .bin file, or 'demo'."
 )
-Model = Annotated[str, typer.Argument(help=MODEL, show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Model = Annotated[str, Argument(help=MODEL, show_default=False)]
+AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 Template = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--chat-template",
         help="Chat template: a Jinja2 file, or gemma, chatml, llama3, mistral, phi3 or zephyr; "
         "the model's own by default.",
@@ -65,7 +32,7 @@ Template = Annotated[
 ]
 LinearMode = Annotated[
     str,
-    typer.Option(
+    Option(
         "--linear",
         help="Matrix products with quantised weights: integer (activations are quantised, too), "
         "float, or auto.",
@@ -73,16 +40,16 @@ LinearMode = Annotated[
 ]
 NoFuse = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--no-fuse", help="Fusion rule to disable, or all; may be repeated.", show_default=False
     ),
 ]
 Threads = Annotated[
-    int, typer.Option("-t", "--threads", help="Number of CPU threads; 0 uses every core.")
+    int, Option("-t", "--threads", help="Number of CPU threads; 0 uses every core.")
 ]
 KvType = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--kv-type",
         help="Type of the KV cache: f32, f16 or q8_0; f16 by default, f32 on the reference "
         "backend.",
@@ -90,11 +57,9 @@ KvType = Annotated[
 ]
 ModelDef = Annotated[
     Path | None,
-    typer.Option(
-        "--model-def", help="Python file that defines the model, instead of a built-in family."
-    ),
+    Option("--model-def", help="Python file that defines the model, instead of a built-in family."),
 ]
-System = Annotated[str | None, typer.Option("--system", help="System message.")]
+System = Annotated[str | None, Option("--system", help="System message.")]
 
 
 @dataclass
@@ -102,11 +67,11 @@ class PlacementOptions:
     """Options that choose backends, kernels and weight formats."""
 
     device: Annotated[
-        str, typer.Option("--device", help="First backend to try: auto, cuda, cpu or reference.")
+        str, Option("--device", help="First backend to try: auto, cuda, cpu or reference.")
     ] = "auto"
     gpu_layers: Annotated[
         str,
-        typer.Option(
+        Option(
             "-ngl",
             "--gpu-layers",
             "--n-gpu-layers",
@@ -117,14 +82,14 @@ class PlacementOptions:
     linear: LinearMode = "auto"
     deterministic: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--deterministic",
             help="Give a request the same bits in any batch on CUDA, too; the CPU always does.",
         ),
     ] = False
     place: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--place",
             metavar="PATTERN=BACKEND",
             help="Run the ops whose scope matches on this backend; may be repeated.",
@@ -133,7 +98,7 @@ class PlacementOptions:
     ] = None
     no_kernel: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--no-kernel",
             metavar="BACKEND:OP",
             help="Do not run this op on this backend; may be repeated.",
@@ -142,13 +107,13 @@ class PlacementOptions:
     ] = None
     strict: Annotated[
         bool,
-        typer.Option("--strict", help="Fail if an op does not run on the first usable backend."),
+        Option("--strict", help="Fail if an op does not run on the first usable backend."),
     ] = False
     no_fuse: NoFuse = None
     model_def: ModelDef = None
     type: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--type",
             help="Quantise float matrices while loading: q8_0, q4_0, ... With --random: the format "
             "of the weights, q4_k_m by default.",
@@ -190,7 +155,7 @@ class LoadOptions(PlacementOptions):
 
     context: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "-c",
             "--ctx-size",
             help="Context size in tokens; 4096 by default, at most the model's own.",
@@ -227,11 +192,11 @@ class ModelSource:
 
     model: Annotated[
         str | None,
-        typer.Argument(help=MODEL, show_default=False),
+        Argument(help=MODEL, show_default=False),
     ] = None
     random: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--random", metavar="SHAPE", help="Use random weights in the shape of a known model."
         ),
     ] = None
@@ -257,38 +222,6 @@ class ModelSource:
             kind, placement.type = placement.type or MIX, None
             return RandomCheckpoint(self.random, kind)
         raise RequestError("give a MODEL, or --random SHAPE")
-
-
-def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """Register a verb. A parameter typed as an option group becomes the options of the group."""
-    parameters: list[inspect.Parameter] = []
-    groups: dict[str, tuple[type, list[str]]] = {}
-    # get_type_hints of Python 3.10 would hide Annotated below Optional if the default is None.
-    for parameter in inspect.signature(function, eval_str=True).parameters.values():
-        kind = parameter.annotation
-        if not is_dataclass(kind):
-            parameters.append(_option(parameter.name, kind, parameter.default))
-            continue
-        inner = get_type_hints(kind, include_extras=True)
-        groups[parameter.name] = kind, [f.name for f in fields(kind)]  # type: ignore[assignment]
-        parameters += [_option(f.name, inner[f.name], f.default) for f in fields(kind)]
-
-    def call(**values: Any) -> None:
-        with deferred_interrupt():  # C code would report an ImportError and print a traceback
-            import ml_dtypes  # noqa: F401  # imports NumPy
-        for name, (kind, names) in groups.items():
-            values[name] = kind(**{n: values.pop(n) for n in names})
-        function(**values)
-
-    call.__name__, call.__doc__ = function.__name__, function.__doc__
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    call.__annotations__ = {p.name: p.annotation for p in parameters}
-    app.command()(call)
-    return function
-
-
-def _option(name: str, kind: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def read_text(file: Path | None) -> str:

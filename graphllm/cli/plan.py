@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..terminal import note
-from .options import AsJson, LoadOptions, ModelSource, verb
+from .declarations import Option, verb
+from .options import AsJson, LoadOptions, ModelSource
 from .output import show, show_json
 
 if TYPE_CHECKING:
@@ -21,20 +20,20 @@ def plan(
     source: ModelSource,
     free: Annotated[
         float | None,
-        typer.Option(
+        Option(
             "--free",
             help="Free GPU memory in GB; by default that of the GPU, or unlimited without a GPU.",
         ),
     ] = None,
     batch: Annotated[
         str,
-        typer.Option(
+        Option(
             "-b", "--batch", metavar="LIST", help="Also predict batches of this many sequences."
         ),
     ] = "",
     depth: Annotated[
         int,
-        typer.Option("-d", "--n-depth", help="With -b: number of tokens of each prompt."),
+        Option("-d", "--n-depth", help="With -b: number of tokens of each prompt."),
     ] = 512,
     as_json: AsJson = False,
 ) -> None:

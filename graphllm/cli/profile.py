@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import RequestError
 from ..progress import progress_line
-from .options import LoadOptions, ModelSource, verb
+from .declarations import Option, verb
+from .options import LoadOptions, ModelSource
 from .output import check_writable, show_table, write_file
 
 if TYPE_CHECKING:
@@ -27,31 +26,27 @@ def profile(
     source: ModelSource,
     load_options: LoadOptions,
     prompt: Annotated[
-        str | None, typer.Option("-p", "--prompt", help=f"Prompt; {_PROMPT!r} by default.")
+        str | None, Option("-p", "--prompt", help=f"Prompt; {_PROMPT!r} by default.")
     ] = None,
     prompt_tokens: Annotated[
         int,
-        typer.Option("--prompt-tokens", help="Use this many arbitrary tokens as the prompt."),
+        Option("--prompt-tokens", help="Use this many arbitrary tokens as the prompt."),
     ] = 0,
     max_tokens: Annotated[
-        int, typer.Option("-n", "--max-tokens", "--n-predict", help="Number of tokens to generate.")
+        int, Option("-n", "--max-tokens", "--n-predict", help="Number of tokens to generate.")
     ] = 64,
     batch: Annotated[
         int,
-        typer.Option(
-            "-b", "--batch", help="Number of sequences; each has arbitrary tokens of its own."
-        ),
+        Option("-b", "--batch", help="Number of sequences; each has arbitrary tokens of its own."),
     ] = 1,
-    repeat: Annotated[int, typer.Option("-r", "--repeat", help="Number of profiled passes.")] = 3,
+    repeat: Annotated[int, Option("-r", "--repeat", help="Number of profiled passes.")] = 3,
     by: Annotated[
-        str, typer.Option("--by", help="Group rows by op, scope, layer, backend or format.")
+        str, Option("--by", help="Group rows by op, scope, layer, backend or format.")
     ] = "op",
-    top: Annotated[
-        int, typer.Option("--top", help="Number of rows of each table; 0 shows all.")
-    ] = 0,
+    top: Annotated[int, Option("--top", help="Number of rows of each table; 0 shows all.")] = 0,
     output: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             "-o",
             "--output",
             help="Also write NAME.html, NAME.json or NAME.trace.json (Perfetto); may be repeated.",

@@ -9,13 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import RequestError
 from ..progress import progress_line
 from ..terminal import note
 from .batch_run import is_batch, run_batch
-from .options import AsJson, LoadOptions, Model, System, Template, read_text, verb
+from .declarations import Option, verb
+from .options import AsJson, LoadOptions, Model, System, Template, read_text
 from .output import show_json, write_text
 from .prompt_lines import PromptFile
 from .sampling_options import RunSamplingOptions
@@ -28,7 +27,7 @@ PARALLEL = 16  # requests that run at once, by default
 
 Prompts = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "-p",
         "--prompt",
         help="Prompt; may be repeated; - reads it from standard input.",
@@ -37,7 +36,7 @@ Prompts = Annotated[
 ]
 PromptPath = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "-f",
         "--file",
         help="File that contains the prompt; NAME.jsonl has one request per line, in JSON.",
@@ -46,13 +45,13 @@ PromptPath = Annotated[
 
 Output = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "-o", "--output", help="File for the answers to NAME.jsonl; answers that it has are kept."
     ),
 ]
 Parallel = Annotated[
     int | None,
-    typer.Option(
+    Option(
         "--parallel",
         help="Number of requests of NAME.jsonl that run at once; 16 by default.",
         show_default=False,
@@ -67,9 +66,7 @@ def run(
     load_options: LoadOptions,
     prompt: Prompts = None,
     file: PromptPath = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Apply the chat template to the prompt.")
-    ] = False,
+    chat: Annotated[bool, Option("--chat", help="Apply the chat template to the prompt.")] = False,
     chat_template: Template = None,
     system: System = None,
     as_json: AsJson = False,

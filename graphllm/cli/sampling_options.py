@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import RequestError
+from .declarations import Option
 
 if TYPE_CHECKING:
     from ..engine.request import Sampling
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 def _repeatable(*flags: str, help: str) -> Any:
     """Return an option that may be given several times."""
-    return typer.Option(*flags, help=f"{help}; may be repeated.", show_default=False)
+    return Option(*flags, help=f"{help}; may be repeated.", show_default=False)
 
 
 @dataclass
@@ -24,7 +23,7 @@ class SamplingOptions:
 
     max_tokens: Annotated[
         int,
-        typer.Option(
+        Option(
             "-n",
             "--max-tokens",
             "--n-predict",
@@ -34,48 +33,48 @@ class SamplingOptions:
     ] = 128
     seed: Annotated[
         int | None,
-        typer.Option("-s", "--seed", help="Seed of the random numbers; random by default."),
+        Option("-s", "--seed", help="Seed of the random numbers; random by default."),
     ] = None
     temperature: Annotated[
         float,
-        typer.Option("--temp", "--temperature", help="Temperature; 0 takes the most likely token."),
+        Option("--temp", "--temperature", help="Temperature; 0 takes the most likely token."),
     ] = 0.8
-    top_k: Annotated[int, typer.Option("--top-k", help="Top-k sampling; 0 disables it.")] = 40
-    top_p: Annotated[float, typer.Option("--top-p", help="Top-p sampling; 1 disables it.")] = 0.95
-    min_p: Annotated[float, typer.Option("--min-p", help="Min-p sampling; 0 disables it.")] = 0.0
+    top_k: Annotated[int, Option("--top-k", help="Top-k sampling; 0 disables it.")] = 40
+    top_p: Annotated[float, Option("--top-p", help="Top-p sampling; 1 disables it.")] = 0.95
+    min_p: Annotated[float, Option("--min-p", help="Min-p sampling; 0 disables it.")] = 0.0
     typical_p: Annotated[
         float,
-        typer.Option("--typical", "--typical-p", help="Typical sampling; 1 disables it."),
+        Option("--typical", "--typical-p", help="Typical sampling; 1 disables it."),
     ] = 1.0
     top_n_sigma: Annotated[
         float,
-        typer.Option("--top-n-sigma", "--top-nsigma", help="Top-n-sigma sampling; 0 disables it."),
+        Option("--top-n-sigma", "--top-nsigma", help="Top-n-sigma sampling; 0 disables it."),
     ] = 0.0
     xtc_probability: Annotated[
         float,
-        typer.Option("--xtc-probability", help="Probability of XTC; 0 disables it."),
+        Option("--xtc-probability", help="Probability of XTC; 0 disables it."),
     ] = 0.0
     xtc_threshold: Annotated[
         float,
-        typer.Option("--xtc-threshold", help="Least probability of tokens for XTC."),
+        Option("--xtc-threshold", help="Least probability of tokens for XTC."),
     ] = 0.1
     repeat_penalty: Annotated[
         float,
-        typer.Option(
+        Option(
             "--repeat-penalty",
             "--repetition-penalty",
             help="Repeat penalty on the last tokens; 1 disables it.",
         ),
     ] = 1.0
     presence_penalty: Annotated[
-        float, typer.Option("--presence-penalty", help="Presence penalty; 0 disables it.")
+        float, Option("--presence-penalty", help="Presence penalty; 0 disables it.")
     ] = 0.0
     frequency_penalty: Annotated[
-        float, typer.Option("--frequency-penalty", help="Frequency penalty; 0 disables it.")
+        float, Option("--frequency-penalty", help="Frequency penalty; 0 disables it.")
     ] = 0.0
     penalty_last_n: Annotated[
         int,
-        typer.Option(
+        Option(
             "--repeat-last-n",
             "--penalty-last-n",
             help="Last tokens that the penalties consider; -1: all that are kept.",
@@ -83,25 +82,25 @@ class SamplingOptions:
     ] = 64
     dry_multiplier: Annotated[
         float,
-        typer.Option(
+        Option(
             "--dry-multiplier",
             help="Strength of the DRY penalty on repetitions; 0 disables it.",
         ),
     ] = 0.0
     dry_base: Annotated[
         float,
-        typer.Option("--dry-base", help="Base of the DRY penalty."),
+        Option("--dry-base", help="Base of the DRY penalty."),
     ] = 1.75
     dry_allowed_length: Annotated[
         int,
-        typer.Option(
+        Option(
             "--dry-allowed-length",
             help="Length from which on DRY penalises repetitions.",
         ),
     ] = 2
     dry_penalty_last_n: Annotated[
         int,
-        typer.Option(
+        Option(
             "--dry-penalty-last-n",
             help="Last tokens that DRY considers; -1: all that are kept.",
         ),
@@ -127,13 +126,9 @@ class SamplingOptions:
     ] = None
     min_tokens: Annotated[
         int,
-        typer.Option(
-            "--min-tokens", "--min-new-tokens", help="Minimum number of tokens to generate."
-        ),
+        Option("--min-tokens", "--min-new-tokens", help="Minimum number of tokens to generate."),
     ] = 0
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Never sample an EOS token.")] = (
-        False
-    )
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Never sample an EOS token.")] = False
 
     def sampling(self) -> Sampling:
         """Return the sampling settings. RequestError: a value is out of range."""
@@ -164,10 +159,10 @@ def _bias(text: str) -> tuple[int, float]:
 class RunSamplingOptions(SamplingOptions):
     """Sampling options of ``run``, which can show several answers and log-probabilities."""
 
-    n: Annotated[int, typer.Option("--n", help="Number of samples of each prompt.")] = 1
+    n: Annotated[int, Option("--n", help="Number of samples of each prompt.")] = 1
     logprobs: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--logprobs",
             help="Output the log-probability of each sampled token and of this many of the most "
             "likely ones; needs JSON output.",
@@ -176,22 +171,22 @@ class RunSamplingOptions(SamplingOptions):
     ] = None
     prompt_logprobs: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--prompt-logprobs",
             help="As --logprobs, for the tokens of the prompt.",
             show_default=False,
         ),
     ] = None
     beams: Annotated[
-        int, typer.Option("--beams", "--num-beams", help="Beams of a beam search; 1 samples.")
+        int, Option("--beams", "--num-beams", help="Beams of a beam search; 1 samples.")
     ] = 1
     length_penalty: Annotated[
         float,
-        typer.Option("--length-penalty", help="Exponent of the length in the scores of beams."),
+        Option("--length-penalty", help="Exponent of the length in the scores of beams."),
     ] = 1.0
     early_stopping: Annotated[
         str,
-        typer.Option(
+        Option(
             "--early-stopping",
             help="When a beam search ends that has found enough sequences: true: at once; false: "
             "if the best beam is no better than them now; never: if none can become better.",
@@ -199,7 +194,7 @@ class RunSamplingOptions(SamplingOptions):
     ] = "false"
     beam_groups: Annotated[
         int,
-        typer.Option(
+        Option(
             "--beam-groups",
             "--num-beam-groups",
             help="Groups of a diverse beam search; they divide the beams evenly.",
@@ -207,7 +202,7 @@ class RunSamplingOptions(SamplingOptions):
     ] = 1
     diversity_penalty: Annotated[
         float,
-        typer.Option(
+        Option(
             "--diversity-penalty",
             help="What a token loses for each beam of an earlier group that has it.",
         ),
@@ -224,7 +219,7 @@ class ChatSamplingOptions(SamplingOptions):
 
     max_tokens: Annotated[
         int,
-        typer.Option(
+        Option(
             "-n",
             "--max-tokens",
             "--n-predict",

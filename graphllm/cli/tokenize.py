@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from .options import Model, read_text, verb
+from .declarations import Argument, Option, verb
+from .options import Model, read_text
 from .output import show, show_json
 
 
@@ -15,16 +14,16 @@ def tokenize(
     model: Model,
     text: Annotated[
         str,
-        typer.Argument(help="Text to encode; - reads it from standard input.", show_default=False),
+        Argument(help="Text to encode; - reads it from standard input.", show_default=False),
     ],
-    ids: Annotated[bool, typer.Option("--ids", help="Print only the ids, as a JSON list.")] = False,
+    ids: Annotated[bool, Option("--ids", help="Print only the ids, as a JSON list.")] = False,
     special: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--special", help="Encode special tokens written out in the text as control tokens."
         ),
     ] = False,
-    bare: Annotated[bool, typer.Option("--no-bos", help="Do not add BOS and EOS tokens.")] = False,
+    bare: Annotated[bool, Option("--no-bos", help="Do not add BOS and EOS tokens.")] = False,
 ) -> None:
     """Show the tokens of a text, one per line: id and text.
 

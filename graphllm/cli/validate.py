@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..errors import RequestError
 from ..progress import progress_line
-from .options import AsJson, ModelDef, verb
+from .declarations import Argument, Option, exit_with, verb
+from .options import AsJson, ModelDef
 from .output import check_writable, show_json, show_table, write_file
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ class ValidationOptions:
 
     model: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="A Hugging Face directory; with --tiny, a model family or a model file.",
             show_default=False,
         ),
@@ -34,24 +33,22 @@ class ValidationOptions:
     model_def: ModelDef = None
     tiny: Annotated[
         bool,
-        typer.Option(
-            "--tiny", help="Validate small random models, built from TINY of the model file."
-        ),
+        Option("--tiny", help="Validate small random models, built from TINY of the model file."),
     ] = False
     oracle: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--oracle",
             metavar="FILE",
             help="Python file to compare with: oracle(config, weights, ids), or a torch module.",
         ),
     ] = None
     device: Annotated[
-        str, typer.Option("--device", help="First backend to try: auto, cuda, cpu or reference.")
+        str, Option("--device", help="First backend to try: auto, cuda, cpu or reference.")
     ] = "auto"
-    tokens: Annotated[int, typer.Option("--tokens", help="Number of prompt tokens.")] = 64
+    tokens: Annotated[int, Option("--tokens", help="Number of prompt tokens.")] = 64
     new: Annotated[
-        int, typer.Option("-n", "--max-tokens", help="Number of tokens to generate greedily.")
+        int, Option("-n", "--max-tokens", help="Number of tokens to generate greedily.")
     ] = 16
 
 
@@ -59,12 +56,12 @@ class ValidationOptions:
 def validate(
     subject: ValidationOptions,
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Show the measured values of each check.")
+        bool, Option("-v", "--verbose", help="Show the measured values of each check.")
     ] = False,
     as_json: AsJson = False,
     output: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             "-o", "--output", help="Also write a report NAME.html or NAME.json; may be repeated."
         ),
     ] = None,
@@ -95,7 +92,7 @@ def validate(
     for path, write in writers:
         write_file(path, write(found))
     if found.first is not None:
-        raise typer.Exit(1)
+        exit_with(1)
 
 
 def _writer(path: Path) -> Callable[[Report], str]:

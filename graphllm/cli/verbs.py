@@ -1,24 +1,20 @@
-"""All verbs, registered with the application that parses the command line."""
+"""The verbs: one module each, with a function of the same name."""
 
 from __future__ import annotations
 
-from . import (
-    bench,
-    chat,
-    compare,
-    diff,
-    doctor,
-    inspect,
-    new,
-    plan,
-    profile,
-    run,
-    tokenize,
-    validate,
-)
-from .options import app
+from importlib import import_module
 
-__all__ = [
-    "app", "bench", "chat", "compare", "diff", "doctor", "inspect", "new", "plan", "profile", "run",
+from .declarations import VERBS, Verb
+
+NAMES = (
+    "bench", "chat", "compare", "diff", "doctor", "inspect", "new", "plan", "profile", "run",
     "tokenize", "validate",
-]  # fmt: skip
+)  # fmt: skip
+
+
+def find_verb(name: str) -> Verb | None:
+    """Import the module of a verb; None if there is no such verb."""
+    if name not in NAMES:
+        return None
+    import_module(f".{name}", __package__)
+    return VERBS[name]
