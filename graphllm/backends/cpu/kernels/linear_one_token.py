@@ -43,6 +43,11 @@ def fused(
     e.store(e.get(acc), c)
 
 
+def iterations(f: Block32 | Block256) -> int:
+    """Iterations of the loop over a super-block; 1 for blocks of 32, which have no loop."""
+    return f.block // (f.chunk * _UNROLL.get(f.layout.vectors, 1))
+
+
 class _ShortSums:
     """Sums of byte products in int16, one for each sub-block of ``words`` words."""
 
@@ -81,13 +86,15 @@ def _fused_k(
     e: Emitter, f: Block256, acc: Value, block: Value, x: Value, d: Value, s: Value, room: Value
 ) -> Value:
     """acc plus the contribution of a super-block. ``room``: `_ROOM` bytes."""
-    sums_at, scales_at, unroll = room, e.at(room, SUMS_BYTES), _UNROLL.get(f.layout.vectors, 1)
+    sums_at, scales_at = room, e.at(room, SUMS_BYTES)
     prepare_sums(e, f, s, sums_at)
     total = e.variable(e.i32(0))
     with e.prefetching():
         for k, scale in enumerate(scales_of(e, f, block)):
             e.store(scale, scales_at, VECTOR * k)
-        with e.loop(f.block // (f.chunk * unroll)) as loop:
+        count = iterations(f)
+        unroll = f.block // f.chunk // count
+        with e.loop(count) as loop:
             index, subs = e.times(loop.index, unroll), f.chunk // f.sub
             at = e.at(block, f.words_at, e.times(index, f.chunk_nbytes))
             values = e.at(x, e.times(index, f.chunk))

@@ -83,12 +83,13 @@ class VectorBuilder:
         return self.b.inttoptr(self.at(address, offset), kind.as_pointer())
 
     def load(
-        self, address: Value, kind: Any = I32S, offset: int = 0, streamed: bool = True
+        self, address: Value, kind: Any = None, offset: int = 0, streamed: bool = True
     ) -> Value:
-        """Load a vector or number from an address of any alignment.
+        """Load a vector (i32x16 by default) or a number from an address of any alignment.
 
         ``streamed``: whether a vector is part of what `prefetching` prefetches.
         """
+        kind = I32S if kind is None else kind  # not as the default, which would be a lazy value
         loaded = self.b.load(self._pointer(address, kind, offset))
         loaded.align = 1
         place = address, offset // VECTOR
