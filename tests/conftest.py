@@ -32,6 +32,7 @@ NEEDS = {
     "cuda": ("cupy",),
     "nvrtc": ("cupy",),
     "browser": (),
+    "arm64": (),
 }
 
 # Several processes begin with these files. The first two are the longest and use no kernels of the
@@ -78,6 +79,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         missing = [module for module in modules if not _importable(module)]
         if mark == "browser" and browser.find() is None:
             missing.append("a Chromium")
+        if mark == "arm64" and not os.environ.get("GRAPHLLM_TEST_ARM64"):
+            missing.append("GRAPHLLM_TEST_ARM64 (see tests/cpu/test_arm64.py)")
         if missing and mark in required:
             pytest.fail(f"{missing[0]} is not installed, and {mark} tests are required")
         if missing:

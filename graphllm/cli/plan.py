@@ -69,7 +69,8 @@ def plan(
 
 def _lines(found: DryRun) -> Iterator[str]:
     yield f"{found.model}: {found.model_type}"
-    yield f"context {found.context}, KV cache {found.kv_type}, {found.threads} threads"
+    threads = f"{found.threads} thread{'s' if found.threads > 1 else ''}"
+    yield f"context {found.context}, KV cache {found.kv_type}, {threads}"
     yield from found.notes
     phases = found.prefill, found.token
     yield ""
