@@ -50,7 +50,7 @@ def loops(name: str, features: ISA, flags: str = "") -> list[Loop]:
     for (first, last), each in zip(sorted(back, key=lambda span: span[1] - span[0]), runs):
         inside = [i for i in range(first, last + 1) if i not in counted]
         counted.update(inside)
-        code = [lines[i].strip() for i in inside if re.match(r"\t[a-z]", lines[i])]
+        code = [lines[i].strip() for i in inside if re.match(r"\t[a-z{]", lines[i])]
         found.append(Loop(each, code))
     return found
 

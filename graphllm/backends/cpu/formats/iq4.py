@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ....formats.iq4 import IQ4_VALUES
+from ..runtime.isa import ISA
 from ..runtime.lazy_numba import ir
 from ..simd.emitter import I16, I16S, I32, I32S, VECTOR, Emitter, Value
 from .bit_layout import FOUR_BITS
@@ -43,8 +44,8 @@ class CodebookBlock(Block32):
     def zero_point(self, e: Emitter) -> int:
         return self.codebook.zero_point(e)
 
-    def signed(self, e: Emitter) -> bool:
-        return self.codebook.signed(e)
+    def signed(self, target: ISA) -> bool:
+        return self.codebook.signed(target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +85,13 @@ class IQ4XS(Block256):
         return self.codebook.zero_point(e) if e.isa.vnni else 0
 
     def has_offsets(self, e: Emitter) -> bool:
-        return super().has_offsets(e) and not self.codebook.signed(e)
+        return super().has_offsets(e) and not self.codebook.signed(e.isa)
 
     def factors(self, e: Emitter, at: Value) -> list[Value]:
         return [e.load_f16(at)]
 
-    def signed(self, e: Emitter) -> bool:
-        return self.codebook.signed(e)
+    def signed(self, target: ISA) -> bool:
+        return self.codebook.signed(target)
 
     def join(self, e: Emitter, total: Value, offset: Value | None, factors: list[Value]) -> Value:
         if offset is not None:

@@ -54,8 +54,8 @@ class Bytes(SimpleBlock):
     def zero_point(self, e: Emitter) -> int:
         return 128 if e.isa.vnni else 0
 
-    def signed(self, e: Emitter) -> bool:
-        return not e.isa.vnni
+    def signed(self, target: ISA) -> bool:
+        return not target.vnni
 
 
 class Nibbles(SimpleBlock):

@@ -125,7 +125,7 @@ class PackedFormat:
         0 unless they are packed as they are multiplied."""
         return 0
 
-    def signed(self, e: Emitter) -> bool:
+    def signed(self, target: ISA) -> bool:
         """Whether the integers are signed bytes. Not with VNNI."""
         return False
 
@@ -204,7 +204,7 @@ class BlockFormat(PackedFormat):
 
     def dot(self, e: Emitter, pairs: list[tuple[Value, Value]], total: Value | None) -> Value:
         """``total`` plus the sum of q times activations in each lane."""
-        if self.signed(e):
+        if self.signed(e.isa):
             return e.dot_signed_bytes(pairs, total)
         return e.dot_bytes(pairs, self.largest, total)
 
@@ -337,13 +337,13 @@ class Codebook:
         """The largest unsigned byte."""
         return max(self.codes) - min(self.codes)
 
-    def signed(self, e: Emitter) -> bool:
+    def signed(self, target: ISA) -> bool:
         """Whether bytes are signed. Large unsigned ones need VNNI: without it `Emitter.dot_bytes`
         has to split them."""
-        return not e.isa.vnni and 2 * self.largest * 127 >= 1 << 15
+        return not target.vnni and 2 * self.largest * 127 >= 1 << 15
 
     def zero_point(self, e: Emitter) -> int:
-        return 0 if self.signed(e) else -min(self.codes)
+        return 0 if self.signed(e.isa) else -min(self.codes)
 
     def look_up(self, e: Emitter, nibbles: Value) -> Value:
         """The values of bytes below 16."""

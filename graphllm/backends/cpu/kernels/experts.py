@@ -190,7 +190,7 @@ def _launch(
     x, w = ctx.x, ctx.w
     matrices, n, k = w.meta.shape
     floating = x.dtype == F32
-    tile_groups, tile_tokens = linear.tile_shape(floating)
+    tile_groups, tile_tokens = linear.tile_shape(w.dtype.name, floating)
     chunk_groups = linear.groups_per_chunk(w.meta, per_token, ctx.threads)
     block = ExpertArgs(
         x=x.address,

@@ -29,12 +29,13 @@ from .weight_packing import pack, packed_bytes
 _CHUNK_BYTES, _CHUNKS_PER_THREAD = 128 << 10, 8
 
 
-def tile_shape(floating: bool) -> tuple[int, int]:
-    """Return (groups, tokens) of a tile: its accumulators and operands fill the registers.
+def tile_shape(name: str, floating: bool) -> tuple[int, int]:
+    """Return (groups, tokens) of a tile for a format: its accumulators and operands fill the
+    registers.
 
     Groups share each activation that is loaded, tokens share each weight.
     """
-    if isa().avx512 and (isa().vnni or floating):
+    if isa().avx512 and (floating or not FORMATS[name].signed(isa())):
         return 3, 4
     return 1, 8 if isa().avx512 else 4 if isa().avx2 or not isa().x86 else 2
 
@@ -165,7 +166,8 @@ def launch(
         chunk_groups=groups_per_chunk(w.meta, 1, ctx.threads),
     )
     floating = x.dtype == F32
-    return Launch(_kernel(w.dtype.name, floating, *tile_shape(floating)), block, overlaps_previous)
+    shape = tile_shape(w.dtype.name, floating)
+    return Launch(_kernel(w.dtype.name, floating, *shape), block, overlaps_previous)
 
 
 def groups_per_chunk(w: Meta, matrices: int, threads: int) -> int:

@@ -116,7 +116,7 @@ def _dots(
     independent. With VNNI the scales are not applied.
     """
     dots, sums = [[*each] for each in begin], [[None] * len(panels) for _ in rows]
-    terms = e.i16_terms(f.largest, f.signed(e))
+    terms = e.i16_terms(f.largest, f.signed(e.isa))
     if not e.isa.vnni and not terms:
         return _whole_dots(e, f, panels, count, rows, begin, scales)
     for j in range(count):
@@ -127,7 +127,7 @@ def _dots(
                 found[:] = [e.dot_bytes([(word, x)], 255, old) for word, old in zip(words, found)]
                 continue
             for g, word in enumerate(words):
-                product = e.multiply_bytes(word, x, f.signed(e))
+                product = e.multiply_bytes(word, x, f.signed(e.isa))
                 parts[g] = product if j % terms == 0 else e.add_i16(parts[g], product)
         if terms and (j % terms == terms - 1 or j == count - 1):
             for found, parts in zip(dots, sums):

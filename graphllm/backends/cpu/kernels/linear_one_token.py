@@ -52,7 +52,7 @@ class _ShortSums:
     """Sums of byte products in int16, one for each sub-block of ``words`` words."""
 
     def __init__(self, e: Emitter, f: Block32 | Block256, words: int) -> None:
-        self.e, self.signed, self.words = e, f.signed(e), words
+        self.e, self.signed, self.words = e, f.signed(e.isa), words
         self.terms = e.i16_terms(f.largest, self.signed)
         self._open: dict[int, tuple[Value | None, int]] = {}
 
