@@ -79,8 +79,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         missing = [module for module in modules if not _importable(module)]
         if mark == "browser" and browser.find() is None:
             missing.append("a Chromium")
-        if mark == "arm64" and not os.environ.get("GRAPHLLM_TEST_ARM64"):
-            missing.append("GRAPHLLM_TEST_ARM64 (see tests/cpu/test_arm64.py)")
+        if mark == "arm64" and not os.environ.get("GRAPHLLM_TEST_ARM"):
+            missing.append("GRAPHLLM_TEST_ARM (see tests/cpu/test_arm64.py)")
         if missing and mark in required:
             pytest.fail(f"{missing[0]} is not installed, and {mark} tests are required")
         if missing:

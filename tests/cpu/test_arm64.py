@@ -1,6 +1,6 @@
 """The CPU backend on 64-bit Arm: kernels compiled for Arm, run by a Python under qemu-user.
 
-`tests/support/arm64_root.sh FOLDER` makes that Python, and GRAPHLLM_TEST_ARM64=FOLDER names it. A
+`tests/support/arm64_root.sh FOLDER` makes that Python, and GRAPHLLM_TEST_ARM=FOLDER names it. A
 run takes a part of the ops and formats, another one each day; see tests/support/rotation.py.
 """
 
@@ -48,7 +48,7 @@ def run(processor: str, kernels: Path, *action: str) -> list[str]:
         **os.environ, "NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": "",
         "GRAPHLLM_CACHE": str(kernels / processor), "PYTHONPATH": os.pathsep.join(paths),
     }  # fmt: skip
-    python = str(Path(os.environ["GRAPHLLM_TEST_ARM64"]) / "python")
+    python = str(Path(os.environ["GRAPHLLM_TEST_ARM"]) / "python")
     for step, program in (("compile", sys.executable), ("run", python)):
         done = subprocess.run(
             [program, str(PROGRAM), step, *action],
