@@ -42,13 +42,19 @@ TARGETS = {
     "haswell": ("avx2", "haswell (avx2, f16c, 256-bit vectors)"),
     "skylake-avx512": ("avx512", "skylake-avx512 (avx2, avx512, f16c, 512-bit vectors)"),
     "ivybridge": ("f16c", "ivybridge (f16c, 128-bit vectors)"),  # generic code only
+    "sapphirerapids": (
+        "amx",
+        "sapphirerapids (avx2, avx512, vnni, amx-int8, f16c, 512-bit vectors)",
+    ),
+    # What a processor with AMX does not run itself.
+    "icelake-server": ("amx", "icelake-server (avx2, avx512, vnni, f16c, 512-bit vectors)"),
     "alderlake": ("avx_vnni", "alderlake (avx2, avx-vnni, f16c, 256-bit vectors)"),
 }
 # Ops that multiply bytes, which depends on the target. All other kernels for AVX-512 are those
 # that test_ops_generated.py runs, as a processor that can run this target compiles for AVX-512, and
-# those for AVX-VNNI are the ones for AVX2.
+# those for AVX-VNNI are the ones for AVX2. AMX-INT8 only multiplies bytes.
 PRODUCTS = ("linear", "expert_linear", "head_linear")
-PRODUCTS_ALONE = ("skylake-avx512", "alderlake")
+PRODUCTS_ALONE = ("skylake-avx512", "alderlake", "sapphirerapids", "icelake-server")
 PARTS = 6  # of the block formats and of the ops that do not multiply bytes
 KEPT = 8  # kernel folders that are kept, one for each target and version of the sources
 

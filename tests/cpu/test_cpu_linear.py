@@ -24,7 +24,7 @@ from graphllm.formats import activations, quantization
 from graphllm.graph.dtype import DType, dtype
 from graphllm.graph.tensor import Meta, feed, scope, weight
 
-TOKENS = (0, 1, 2, 5, 7, 8, MOST)
+TOKENS = (0, 1, 2, 5, 7, 8, 17, 31, 37, MOST)
 ROWS = (1, 15, 16, 33, 640)
 PLAIN = ("f32", "f16", "bf16")
 FOREIGN = DType("iq2_xxs", 256, 66)  # a format that nothing here reads
@@ -86,14 +86,15 @@ def test_threads_change_nothing(name, linear):
     assert all(np.array_equal(r, results[0]) for r in results)
 
 
-def test_more_tokens_than_a_pass(monkeypatch):
-    """The bits of a token are the same in the second pass over a group."""
-    monkeypatch.setattr(linear_cases, "MOST", 150)
-    kind, k = dtype("q8_0"), 320
-    raw, x = any_bits(kind, 33, k), activation(k, 150)
+@pytest.mark.parametrize("name, k", [("q8_0", 320), ("q4_k", 512)])
+def test_more_tokens_than_a_pass(name, k, monkeypatch):
+    """The bits of a token are the same in every pass over a group."""
+    monkeypatch.setattr(linear_cases, "MOST", 300)
+    kind = dtype(name)
+    raw, x = any_bits(kind, 33, k), activation(k, 300)
     product = Product(raw, kind, k)
     got = product(x)
-    for t in (0, 75, 76, 127, 128, 149):
+    for t in (0, 75, 76, 127, 128, 149, 150, 255, 256, 287, 288, 299):
         assert np.array_equal(product(x[t : t + 1])[0], got[t]), t
 
 

@@ -16,7 +16,7 @@ from graphllm.formats import BLOCK_FORMATS, quantization
 from graphllm.graph.dtype import DType, dtype
 from graphllm.graph.tensor import INPUT, WEIGHT, Meta, Tensor, Var
 
-MOST = 17  # tokens
+MOST = 45  # tokens: enough for AMX, and not whole tiles of it
 SENTINEL = np.float32(77)
 # (offset, end) of the scales of a block, by format: float16, or exponents of one byte.
 SCALES = {name: form.span(*form.scales) for name, form in BLOCK_FORMATS.items()}
@@ -119,6 +119,7 @@ def digests(names: Sequence[str]) -> list[str]:
         kind, k = dtype(name), 768
         product, x = Product(any_bits(kind, 33, k), kind, k), activation(k)
         found = hashlib.sha256(product(x).tobytes() + product(x[5:6]).tobytes())
+        found.update(product(x[:37]).tobytes())
         found.update(product.activations()[0][:1].tobytes())
         lines.append(f"{name} {found.hexdigest()}")
     return lines

@@ -21,12 +21,13 @@ from . import kernels
 def _probe() -> tuple[bool, str]:
     if importlib.util.find_spec("numba") is None:
         return False, "Numba is not installed"
-    from .runtime.isa import isa, usable_cores
+    from .runtime.isa import amx_note, isa, usable_cores
 
     if not isa().f16c:
         return False, f"{isa().name} does not convert float16 in hardware"
-    cores = usable_cores()
-    return True, f"{isa()}, {cores} core{'s' if cores > 1 else ''}"
+    cores, refusal = usable_cores(), amx_note()
+    note = f"; AMX is off: {refusal}" if refusal else ""
+    return True, f"{isa()}, {cores} core{'s' if cores > 1 else ''}{note}"
 
 
 def _open(options: Options) -> Device:

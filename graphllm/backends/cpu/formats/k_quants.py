@@ -65,6 +65,7 @@ class Q4K(Block256):
 
     minima = True
     signed_scales = False
+    folding = "scale"
     layout = FOUR_BITS
     words_at = 2 * HALVES + 3 * VECTOR
 
@@ -130,6 +131,7 @@ class Q5K(Q4K):
 class Q2K(Q4K):
     """As q4_k, with bit pairs, and scales and minima of four bits."""
 
+    folding = "byte"
     layout = TWO_BITS
     words_at = 0
     _SCALES = 16 * VECTOR
@@ -206,6 +208,7 @@ class Q6K(Block256):
 class Q3K(Q6K):
     """As q6_k, with bit pairs and third bits: bit k of byte i belongs to element 32 k + i."""
 
+    folding = "negated"
     offset = 4
     layout = THREE_BITS
     _SCALES = 24 * VECTOR

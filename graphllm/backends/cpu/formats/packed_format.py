@@ -246,6 +246,10 @@ class Block256(BlockFormat):
     sub: int
     minima: ClassVar[bool]  # whether the term that does not depend on q has factors of its own
     signed_scales: ClassVar[bool]
+    # How AMX multiplies integers by scales (`amx_operands`). "byte": products fit an unsigned byte.
+    # "negated": minus the products fit a byte. "scale": scales have six bits, and products with
+    # three of them fit an unsigned byte. "product": products fit int16.
+    folding: ClassVar[str] = "product"
 
     def scale_bytes(self, e: Emitter, at: Value, z: int) -> Value:
         """Scales of sub-blocks 4 z to 4 z + 3 of each row, a byte each: see `place`."""

@@ -25,8 +25,18 @@ from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.isa import thread_count
 from ..runtime.jit import Kernel, f32s, helper, i32s, i64s, kernel, load_i64, next_chunk, set_status
 from ..runtime.thread_pool import STATUS_ID
+from ..simd.emitter import VECTOR
 from . import linear
-from .linear_loops import GROUP_ROWS, PASS_TOKENS, make_loops, no_gemv
+from .linear_loops import (
+    GROUP_RESULTS,
+    GROUP_ROWS,
+    PASS_TOKENS,
+    WIDE_TOKENS,
+    make_loops,
+    make_wide_loops,
+    no_gemv,
+    zero_results,
+)
 from .linear_microkernels import workspace
 from .weight_packing import packed_bytes
 
@@ -64,35 +74,6 @@ def _sort_by_matrix(p, ids, pairs, matrices, names, begin, order):
     return count
 
 
-@helper
-def _write_offsets(
-    order, first, count, matrix, per_token, stride, line, result_bytes, rows, places
-):
-    """Write the byte offsets of rows and results of ``count`` pairs from ``first`` on.
-
-    Without an ``order`` (0) these are the pairs of consecutive tokens with one matrix.
-    """
-    for i in range(count):
-        pair = i32s(order)[first + i] if order != 0 else (first + i) * per_token + matrix
-        i64s(rows)[i] = pair // per_token * stride + pair % per_token * line
-        i64s(places)[i] = pair * result_bytes
-
-
-@helper
-def _write_results(c, width, count, y, places, bias, first, n):
-    """Write the results of ``count`` pairs for weight rows ``first`` to ``first + width``.
-
-    Rows from ``n`` on are left out. Adds the bias unless its address is 0.
-    """
-    results, offsets, at = f32s(c), f32s(bias), i64s(places)
-    rows = min(n - first, width)
-    for t in range(count):
-        row = f32s(y + at[t] + 4 * first)
-        for r in range(rows):
-            value = results[t * width + r]
-            row[r] = value + offsets[first + r] if bias != 0 else value
-
-
 class ExpertArgs(NamedTuple):
     """Argument block of expert_linear and head_linear: ``matrices`` packed matrices [n, k]."""
 
@@ -117,12 +98,42 @@ class ExpertArgs(NamedTuple):
 _read_experts = argument_reader(ExpertArgs)
 
 
+@helper
+def _write_offsets(a, order, first, count, matrix, rows, places):
+    """Write the byte offsets of rows and results of ``count`` pairs from ``first`` on.
+
+    Without an ``order`` (0) these are the pairs of consecutive tokens with one matrix.
+    """
+    for i in range(count):
+        pair = i32s(order)[first + i] if order != 0 else (first + i) * a.per_token + matrix
+        i64s(rows)[i] = pair // a.per_token * a.x_stride + pair % a.per_token * a.line
+        i64s(places)[i] = pair * 4 * a.n
+
+
+@helper
+def _write_results(a, c, group_bytes, row_bytes, count, places, bias, first, end):
+    """Write the results of ``count`` pairs for weight rows ``first`` to ``end``.
+
+    Results of a group and of a pair are ``group_bytes`` and ``row_bytes`` after those before them.
+    Adds the bias unless its address is 0.
+    """
+    offsets = f32s(bias)
+    for t in range(count):
+        row = f32s(a.y + i64s(places)[t])
+        for at in range(first, end, GROUP_ROWS):
+            results = f32s(c + t * row_bytes + (at - first) // GROUP_ROWS * group_bytes)
+            for r in range(min(GROUP_ROWS, end - at)):
+                row[at + r] = results[r] + offsets[at + r] if bias != 0 else results[r]
+
+
 @cache
 def _kernel(name: str, floating: bool, tile_groups: int, tile_tokens: int) -> Kernel:
     """The kernel for a format; see `linear_loops.make_loops`."""
     gemv, gemm, panels = make_loops(name, floating, tile_groups, tile_tokens)
-    has_gemv, width = gemv is not no_gemv, tile_groups * GROUP_ROWS
-    results, table = PASS_TOKENS * 4 * width, 8 * PASS_TOKENS
+    wide = make_wide_loops(name, floating)
+    wide_gemm, least, unit, tail = wide.gemm, wide.least, wide.unit, wide.tail
+    has_gemv, panels = gemv is not no_gemv, max(panels, wide.nbytes)
+    results, table = linear.results_bytes(tile_groups, wide), 8 * WIDE_TOKENS
     stack_bytes = panels + results + 2 * table + _SORT_STACK_BYTES
 
     @kernel(key=(FORMATS[name].cache_key, floating, tile_groups, tile_tokens))
@@ -131,11 +142,13 @@ def _kernel(name: str, floating: bool, tile_groups: int, tile_tokens: int) -> Ke
         ids, matrices, n, k, per = a.ids, a.matrices, a.n, a.k, a.chunk_groups
         tokens, groups = load_i64(a.tokens), (n + GROUP_ROWS - 1) // GROUP_ROWS
         panel = workspace(stack_bytes)
-        c = panel + panels
-        rows, places = c + results, c + results + table
+        c, rows, places = panel + panels, panel + panels + results, panel + panels + results + table
         work = a.scratch + thread * a.thread_scratch if a.scratch != 0 else places + table
         names, begin = i32s(work), i32s(work + 4 * matrices)
         order, count = work + 8 * (matrices + 1) if ids != 0 else 0, matrices
+        wide_by = linear.wide_groups(groups * matrices, threads)
+        if tokens * a.per_token >= least * matrices:
+            per = (per + wide_by - 1) // wide_by * wide_by
         if ids != 0:
             pairs = tokens * a.per_token
             count = _sort_by_matrix(p, i32s(ids), pairs, matrices, names, begin, i32s(order))
@@ -148,24 +161,30 @@ def _kernel(name: str, floating: bool, tile_groups: int, tile_tokens: int) -> Ke
                 matrix = names[matrix]
                 first, end = begin[matrix], begin[matrix + 1]
             w, bias = a.w + matrix * a.matrix_bytes, a.bias + matrix * n * 4 if a.bias != 0 else 0
-            step = linear.tokens_per_pass(end - first, tile_tokens)
-            for t in range(first, end, step):
+            many = first + linear.wide_tokens(end - first, least, unit, tail)
+            step = linear.tokens_per_pass(many - first, unit, WIDE_TOKENS)
+            for t in range(first, many, step):
+                some = min(step, many - t)
+                _write_offsets(a, order, t, some, matrix, rows, places)
+                for g in range(group, last, wide_by):
+                    stop = min(last, g + wide_by)
+                    wide_gemm(w, g, stop, a.x, rows, k, panel, c, some)
+                    at, stop = g * GROUP_ROWS, min(n, stop * GROUP_ROWS)
+                    _write_results(a, c, GROUP_RESULTS, VECTOR, some, places, bias, at, stop)
+            step = linear.tokens_per_pass(end - many, tile_tokens, PASS_TOKENS)
+            for t in range(many, end, step):
                 some = min(step, end - t)
-                _write_offsets(
-                    order, t, some, matrix, a.per_token, a.x_stride, a.line, 4 * n, rows, places
-                )
-                if has_gemv and end - first == 1:
-                    for g in range(group, last):
-                        linear.zero_results(c, 1)
+                _write_offsets(a, order, t, some, matrix, rows, places)
+                single = has_gemv and end - first == 1
+                by = 1 if single else tile_groups
+                for g in range(group, last, by):
+                    zero_results(c, by * some * VECTOR)
+                    if single:
                         gemv(w, g, a.x + i64s(rows)[0], k, c)
-                        _write_results(c, GROUP_ROWS, 1, a.y, places, bias, g * GROUP_ROWS, n)
-                else:
-                    for g in range(group, last, tile_groups):
-                        linear.zero_results(c, tile_groups * some)
-                        # A tile may read its last group twice; the copy is not written.
+                    else:  # a tile may read its last group twice; the copy is not written
                         gemm(w, g, last, a.x, rows, k, panel, c, some)
-                        stop = min(n, last * GROUP_ROWS)
-                        _write_results(c, width, some, a.y, places, bias, g * GROUP_ROWS, stop)
+                    at, stop = g * GROUP_ROWS, min(n, min(last, g + by) * GROUP_ROWS)
+                    _write_results(a, c, VECTOR, by * VECTOR, some, places, bias, at, stop)
             item = next_chunk(p)
 
     return expert_products

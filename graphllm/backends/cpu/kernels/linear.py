@@ -21,7 +21,20 @@ from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.isa import isa
 from ..runtime.jit import Kernel, f32s, helper, i64s, kernel, load_i64, next_chunk
-from .linear_loops import GROUP_ROWS, PASS_TOKENS, make_loops, no_gemv
+from ..simd.emitter import VECTOR
+from .linear_loops import (
+    GROUP_RESULTS,
+    GROUP_ROWS,
+    PAIR_GROUPS,
+    PASS_TOKENS,
+    WIDE_GROUPS,
+    WIDE_TOKENS,
+    WideLoops,
+    make_loops,
+    make_wide_loops,
+    no_gemv,
+    zero_results,
+)
 from .linear_microkernels import workspace
 from .weight_packing import pack, packed_bytes
 
@@ -40,37 +53,33 @@ def tile_shape(name: str, floating: bool) -> tuple[int, int]:
     return 1, 8 if isa().avx512 else 4 if isa().avx2 or not isa().x86 else 2
 
 
+def results_bytes(tile_groups: int, wide: WideLoops) -> int:
+    """Bytes of the results of a pass."""
+    narrow = tile_groups * PASS_TOKENS * VECTOR
+    return max(narrow, WIDE_GROUPS * GROUP_RESULTS) if wide.nbytes else narrow
+
+
 @helper
-def tokens_per_pass(tokens, tile_tokens):
-    """Tokens per pass: equal parts of at most `PASS_TOKENS`, in whole tiles."""
-    passes = max(tokens + PASS_TOKENS - 1, PASS_TOKENS) // PASS_TOKENS
-    each = (tokens + passes - 1) // passes
+def wide_tokens(tokens, least, unit, tail):
+    """How many of ``tokens``, the first ones, the wide loops multiply; see `WideLoops`."""
+    if tokens < least:
+        return 0
+    rest = tokens % unit
+    return tokens if rest >= tail else tokens - rest
+
+
+@helper
+def wide_groups(groups, threads):
+    """Groups that share a chunk of gathered activations; fewer if threads would have no work."""
+    return max(PAIR_GROUPS, min(WIDE_GROUPS, groups // threads // PAIR_GROUPS * PAIR_GROUPS))
+
+
+@helper
+def tokens_per_pass(tokens, tile_tokens, most):
+    """Tokens per pass: equal parts of at most ``most``, in whole tiles; at least one tile."""
+    passes = max(tokens + most - 1, most) // most
+    each = max(1, (tokens + passes - 1) // passes)
     return (each + tile_tokens - 1) // tile_tokens * tile_tokens
-
-
-@helper
-def zero_results(c, count):
-    """Zero ``count`` groups of accumulators at ``c``."""
-    results = f32s(c)
-    for i in range(count * GROUP_ROWS):
-        results[i] = 0
-
-
-@helper
-def _write_results(c, width, count, y, stride, bias, added, added_stride, first, n):
-    """Write the results of ``count`` tokens for weight rows ``first`` to ``first + width``.
-
-    Rows from ``n`` on are left out. Adds the bias, and to each token its row of ``added``, unless
-    the address is 0.
-    """
-    results, offsets = f32s(c), f32s(bias)
-    rows = min(n - first, width)
-    for t in range(count):
-        row, before = f32s(y + t * stride + 4 * first), f32s(added + t * added_stride + 4 * first)
-        for r in range(rows):
-            value = results[t * width + r]
-            value = value + offsets[first + r] if bias != 0 else value
-            row[r] = before[r] + value if added != 0 else value
 
 
 class LinearArgs(NamedTuple):
@@ -93,49 +102,74 @@ class LinearArgs(NamedTuple):
 _read_linear = argument_reader(LinearArgs)
 
 
+@helper
+def _write_results(a, c, group_bytes, row_bytes, t, count, first, end):
+    """Write the results of ``count`` tokens from ``t`` on for weight rows ``first`` to ``end``.
+
+    Results of a group and of a token are ``group_bytes`` and ``row_bytes`` after those before them.
+    """
+    offsets = f32s(a.bias)
+    for i in range(count):
+        row = f32s(a.y + (t + i) * a.y_stride)
+        before = f32s(a.added + (t + i) * a.added_stride)
+        for at in range(first, end, GROUP_ROWS):
+            results = f32s(c + i * row_bytes + (at - first) // GROUP_ROWS * group_bytes)
+            for r in range(min(GROUP_ROWS, end - at)):
+                value = results[r]
+                value = value + offsets[at + r] if a.bias != 0 else value
+                row[at + r] = before[at + r] + value if a.added != 0 else value
+
+
 @cache
 def _kernel(name: str, floating: bool, tile_groups: int, tile_tokens: int) -> Kernel:
     """The kernel for a format; see `make_loops`."""
     gemv, gemm, panels = make_loops(name, floating, tile_groups, tile_tokens)
-    has_gemv, width = gemv is not no_gemv, tile_groups * GROUP_ROWS
-    results = PASS_TOKENS * 4 * width
-    stack_bytes = panels + results + 8 * PASS_TOKENS
+    wide = make_wide_loops(name, floating)
+    wide_gemm, least, unit, tail = wide.gemm, wide.least, wide.unit, wide.tail
+    has_gemv, panels = gemv is not no_gemv, max(panels, wide.nbytes)
+    results = results_bytes(tile_groups, wide)
+    stack_bytes = panels + results + 8 * WIDE_TOKENS
 
     @kernel(key=(FORMATS[name].cache_key, floating, tile_groups, tile_tokens))
     def linear(p, thread, threads):
         a = _read_linear(p)
         tokens, n, k, per = load_i64(a.tokens), a.n, a.k, a.chunk_groups
         groups, panel = (n + GROUP_ROWS - 1) // GROUP_ROWS, workspace(stack_bytes)
-        c, step = panel + panels, tokens_per_pass(tokens, tile_tokens)
-        single, rows = has_gemv and tokens == 1, c + results
+        c, rows = panel + panels, panel + panels + results
+        single, many = has_gemv and tokens == 1, wide_tokens(tokens, least, unit, tail)
+        step, by = tokens_per_pass(tokens - many, tile_tokens, PASS_TOKENS), tile_groups
+        wide_step, wide_by = tokens_per_pass(many, unit, WIDE_TOKENS), wide_groups(groups, threads)
         if not single:
-            per = (per + tile_groups - 1) // tile_groups * tile_groups
-            for t in range(step):
+            multiple = wide_by if many > 0 else by
+            per = (per + multiple - 1) // multiple * multiple
+            for t in range(max(step, wide_step)):
                 i64s(rows)[t] = t * a.x_stride
         group = next_chunk(p) * per
         while tokens > 0 and group < groups:
             last = min(group + per, groups)
             if single:
                 for g in range(group, last):
-                    zero_results(c, 1)
+                    zero_results(c, VECTOR)
                     gemv(a.w, g, a.x, k, c)
-                    _write_results(
-                        c, GROUP_ROWS, 1, a.y, a.y_stride, a.bias, a.added, a.added_stride,
-                        g * GROUP_ROWS, n,
-                    )  # fmt: skip
-            else:
-                for g in range(group, last, tile_groups):
-                    for t in range(0, tokens, step):
-                        count = min(step, tokens - t)
-                        row, to = a.x + t * a.x_stride, a.y + t * a.y_stride
-                        before = a.added + t * a.added_stride if a.added != 0 else 0
-                        zero_results(c, tile_groups * count)
-                        # A tile may read its last group twice; the copy is not written.
-                        gemm(a.w, g, last, row, rows, k, panel, c, count)
-                        _write_results(
-                            c, width, count, to, a.y_stride, a.bias, before, a.added_stride,
-                            g * GROUP_ROWS, min(n, last * GROUP_ROWS),
-                        )  # fmt: skip
+                    end = min(n, (g + 1) * GROUP_ROWS)
+                    _write_results(a, c, VECTOR, VECTOR, 0, 1, g * GROUP_ROWS, end)
+                group = next_chunk(p) * per
+                continue
+            for g in range(group, last if many > 0 else group, wide_by):
+                stop = min(last, g + wide_by)
+                end = min(n, stop * GROUP_ROWS)
+                for t in range(0, many, wide_step):
+                    count = min(wide_step, many - t)
+                    wide_gemm(a.w, g, stop, a.x + t * a.x_stride, rows, k, panel, c, count)
+                    _write_results(a, c, GROUP_RESULTS, VECTOR, t, count, g * GROUP_ROWS, end)
+            for g in range(group, last if many < tokens else group, by):
+                end = min(n, min(last, g + by) * GROUP_ROWS)
+                for t in range(many, tokens, step):
+                    count = min(step, tokens - t)
+                    zero_results(c, by * count * VECTOR)
+                    # A tile may read its last group twice; the copy is not written.
+                    gemm(a.w, g, last, a.x + t * a.x_stride, rows, k, panel, c, count)
+                    _write_results(a, c, VECTOR, by * VECTOR, t, count, g * GROUP_ROWS, end)
             group = next_chunk(p) * per
 
     return linear

@@ -58,16 +58,30 @@ def factors_of(e: Emitter, f: Block256, w: Value) -> tuple[list[Value], ...]:
     return corrections, offsets, f.factors(e, w)
 
 
+def _select(e: Emitter, x: Value, lanes: Sequence[int]) -> Value:
+    return e.b.shuffle_vector(x, x, ir.Constant(vector(I32, len(lanes)), [*lanes]))
+
+
+def _sub_block_sums(e: Emitter, f: Block256, s: Value) -> Value:
+    """A token's sums over the activations of each sub-block, int16."""
+    sums = e.load(s, I16S)
+    if f.sub == 16:
+        return sums
+    return e.b.add(_select(e, sums, range(0, 16, 2)), _select(e, sums, range(1, 16, 2)))
+
+
+def pair_sums(e: Emitter, f: Block256, s: Value) -> Value:
+    """The pairs of int16 that `Block256.offsets` are multiplied with, from the sums at ``s``."""
+    sums = _sub_block_sums(e, f, s)
+    return _select(e, sums, _AS_PAIRS) if f.sub == 32 else sums
+
+
 def prepare_sums(e: Emitter, f: Block256, s: Value, sums_at: Value) -> None:
     """Prepare a token's sums over 16 activations, int16 at ``s``, in `SUMS_BYTES` bytes."""
 
-    def select(x: Value, lanes: Sequence[int]) -> Value:
-        return e.b.shuffle_vector(x, x, ir.Constant(vector(I32, len(lanes)), [*lanes]))
-
-    sums = e.load(s, I16S)
+    sums = _sub_block_sums(e, f, s)
     if f.sub == 32:
-        sums = e.b.add(select(sums, range(0, 16, 2)), select(sums, range(1, 16, 2)))
-        e.store(select(sums, _AS_PAIRS), sums_at, VECTOR)
+        e.store(_select(e, sums, _AS_PAIRS), sums_at, VECTOR)
     if f.zero_point(e):
         wide = e.b.sext(sums, vector(I32, sums.type.count))
         by = ir.Constant(wide.type, [-f.zero_point(e)] * sums.type.count)

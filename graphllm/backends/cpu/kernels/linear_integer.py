@@ -25,7 +25,7 @@ from .linear_blocks import (
 )
 
 CHUNK = 256  # columns per update of c
-_BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m if the format has one
+BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m if the format has one
 # A super-block's panel: bytes of q, then scales, corrections and offsets, factors.
 _K_WORDS = 64 * VECTOR
 PANEL = _K_WORDS + (16 + 8 + 2) * VECTOR
@@ -47,7 +47,7 @@ def unpack(e: Emitter, code: int, w: Value, panel: Value, blocks: Value) -> None
         return _unpack_k(e, f, w, panel)
     with e.loop(blocks) as loop:
         source = e.at(w, e.times(loop.index, f.nbytes))
-        target = e.at(panel, e.times(loop.index, _BLOCK32_PANEL))
+        target = e.at(panel, e.times(loop.index, BLOCK32_PANEL))
         for j, word in [*f.words(e, source), *enumerate(f.factors(e, source), 8)]:
             e.store(word, target, VECTOR * j)
 
@@ -148,7 +148,7 @@ def _tile_32(
     with e.loop(blocks) as loop:
         if prefetch is not None and not e.isa.vnni:
             prefetch(loop.index)
-        step = e.times(loop.index, f.nbytes if in_place else _BLOCK32_PANEL)
+        step = e.times(loop.index, f.nbytes if in_place else BLOCK32_PANEL)
         at, four = [e.at(panel, step) for panel in panels], e.times(loop.index, 4)
         xs = [e.at(q, e.times(loop.index, 32), row) for row in rows]
         ds, ss = ([e.at(plane, four, row) for row in rows] for plane in (d, s))
@@ -227,4 +227,4 @@ def _add_k(
     e.store(e.add(e.load(c, F32S), e.mul(contribution, e.broadcast_f32(d))), c)
 
 
-__all__ = ["CHUNK", "PANEL", "tile", "token_rows", "unpack"]
+__all__ = ["BLOCK32_PANEL", "CHUNK", "PANEL", "tile", "token_rows", "unpack"]

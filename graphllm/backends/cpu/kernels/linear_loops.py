@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..formats import FORMATS
 from ..runtime.isa import isa
-from ..runtime.jit import helper, i64s
+from ..runtime.jit import f32s, helper, i64s
 from ..simd.emitter import VECTOR
+from .amx_operands import CHUNK_BYTES, GROUP_PANEL
+from .linear_amx import GROUP_RESULTS, PAIR_GROUPS, PAIR_TOKENS, WIDE_TOKENS
 from .linear_float import FLOAT_CHUNK
 from .linear_integer import CHUNK, PANEL
-from .linear_microkernels import fused, fused_float, tile, tile_float, unpack, unpack_float
+from .linear_microkernels import (
+    amx_configure,
+    amx_gather,
+    amx_release,
+    amx_tiles,
+    amx_unpack,
+    fused,
+    fused_float,
+    tile,
+    tile_float,
+    unpack,
+    unpack_float,
+)
 
 GROUP_ROWS = 16  # weight rows that are interleaved in packed weights
 PASS_TOKENS = 128  # tokens whose results fit the L1 cache; whole tiles
 _AHEAD_GROUPS = 4  # groups whose chunks of columns are prefetched while one is multiplied
+
+
+@helper
+def zero_results(c, nbytes):
+    """Zero accumulators at ``c``."""
+    results = f32s(c)
+    for i in range(nbytes // 4):
+        results[i] = 0
 
 
 @helper
@@ -200,3 +222,69 @@ def make_loops(name: str, floating: bool, groups: int, tokens: int) -> tuple[Any
         ``gemm(w, g, last, x, rows, k, panel, c, count)`` for several, and the bytes of its panels.
     """
     return (_float if floating else _integer)(name, groups, tokens)
+
+
+# ---------------------------------------------------------------------------------- many tokens
+
+WIDE_GROUPS = 8  # that share the activations of a chunk
+
+
+class WideLoops(NamedTuple):
+    """The loops for many tokens, and when they are faster than the others."""
+
+    gemm: Any  # (w, g, last, x, rows, k, space, c, count): at most `WIDE_GROUPS` groups
+    nbytes: int  # of space
+    least: int  # tokens, of all together
+    unit: int  # tokens that take as long as fewer of them
+    tail: int  # tokens in the last unit
+
+
+NEVER = 1 << 40
+
+
+@helper
+def _no_wide_gemm(w, g, last, x, rows, k, space, c, count):
+    """Stands for the missing loops of targets without AMX."""
+
+
+def make_wide_loops(name: str, floating: bool) -> WideLoops:
+    """Make the loops for AMX; on other targets, a function that is never called."""
+    if floating or not isa().amx:
+        return WideLoops(_no_wide_gemm, 0, NEVER, 1, 1)
+    form = FORMATS[name]
+    code, block, nbytes, per_chunk = form.code, form.block, form.nbytes, CHUNK // form.block
+    panels = WIDE_TOKENS * CHUNK_BYTES
+
+    @helper
+    def gemm(w, g, last, x, rows, k, space, c, count):
+        meta, panel = space + WIDE_TOKENS * CHUNK, space + panels
+        blocks = k // block
+        amx_configure(code)
+        for b in range(0, blocks, per_chunk):
+            size = min(per_chunk, blocks - b)
+            amx_gather(code, x, k, b * block, size, rows, count, space, meta)
+            for first in range(g, last, PAIR_GROUPS):
+                for i in range(PAIR_GROUPS):  # the last group may be read twice
+                    source = w + (min(first + i, last - 1) * blocks + b) * nbytes
+                    amx_unpack(code, source, panel + i * GROUP_PANEL, size)
+                to = c + (first - g) * GROUP_RESULTS
+                if b == 0:
+                    for i in range(PAIR_GROUPS):
+                        zero_results(to + i * GROUP_RESULTS, count * VECTOR)
+                if first + PAIR_GROUPS < last:
+                    ahead = w + ((first + PAIR_GROUPS) * blocks + b) * nbytes
+                else:
+                    ahead = w + (g * blocks + b + per_chunk) * nbytes
+                amx_tiles(code, panel, size, space, meta, count, to, ahead, blocks * nbytes)
+        amx_release()
+
+    space_bytes = panels + PAIR_GROUPS * GROUP_PANEL
+    if block == 32:
+        return WideLoops(gemm, space_bytes, 32, PAIR_TOKENS // 2, 12)
+    least = 20 if form.folding in ("byte", "negated") else 28
+    return WideLoops(gemm, space_bytes, least, PAIR_TOKENS, least)
+
+
+__all__ = ["GROUP_RESULTS", "GROUP_ROWS", "PAIR_GROUPS", "PAIR_TOKENS", "PASS_TOKENS",
+           "WIDE_GROUPS", "WIDE_TOKENS", "WideLoops", "make_loops", "make_wide_loops", "no_gemv",
+           "zero_results"]  # fmt: skip

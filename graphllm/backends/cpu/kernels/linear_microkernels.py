@@ -20,7 +20,7 @@ from typing import Any
 
 from ..runtime.lazy_numba import RequireLiteralValue, intrinsic, types
 from ..simd.emitter import Emitter, Value
-from . import linear_float, linear_integer, linear_one_token
+from . import amx_operands, linear_amx, linear_float, linear_integer, linear_one_token
 
 
 def _emitted(literals: tuple[Any, ...], values: int, emit: Callable[..., None]) -> Any:
@@ -63,6 +63,35 @@ def tile(
 def fused(typingctx, fmt, w, blocks, q, d, s, c):
     """c += blocks of an integer format times one token's quantised activations."""
     return _emitted((fmt,), 6, linear_one_token.fused)
+
+
+@intrinsic(prefer_literal=True)
+def amx_configure(typingctx, fmt):
+    """Set the shapes of this thread's tile registers for a format, until `amx_release`."""
+    return _emitted((fmt,), 0, linear_amx.configure)
+
+
+@intrinsic(prefer_literal=True)
+def amx_release(typingctx):
+    return _emitted((), 0, linear_amx.release)
+
+
+@intrinsic(prefer_literal=True)
+def amx_gather(typingctx, fmt, x, k, at, blocks, rows, count, tiles, meta):
+    """Copy a chunk of columns of ``count`` tokens' activations to tiles."""
+    return _emitted((fmt,), 8, amx_operands.gather)
+
+
+@intrinsic(prefer_literal=True)
+def amx_unpack(typingctx, fmt, w, panel, blocks):
+    """Unpack a chunk of a group, at most `CHUNK` columns, into a panel for `amx_tiles`."""
+    return _emitted((fmt,), 3, amx_operands.unpack)
+
+
+@intrinsic(prefer_literal=True)
+def amx_tiles(typingctx, fmt, panels, blocks, activations, meta, count, c, ahead, step):
+    """c [groups][tokens][16] += panels of two groups times ``count`` tokens' activations."""
+    return _emitted((fmt,), 8, linear_amx.tiles)
 
 
 @intrinsic(prefer_literal=True)

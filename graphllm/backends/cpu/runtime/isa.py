@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -37,6 +38,7 @@ class ISA:
     avx_vnni: bool = False  # VNNI on vectors of 32 bytes
     neon: bool = False  # 64-bit Arm
     dotprod: bool = False  # Arm's dot products of bytes
+    amx: bool = False  # AMX-INT8, beside AVX512-VNNI; see `amx_note`
 
     @property
     def lanes(self) -> int:
@@ -46,7 +48,7 @@ class ISA:
     def __str__(self) -> str:
         vnni = "vnni" if self.avx512 else "avx-vnni"
         has = {
-            "avx2": self.avx2, "avx512": self.avx512, vnni: self.vnni,
+            "avx2": self.avx2, "avx512": self.avx512, vnni: self.vnni, "amx-int8": self.amx,
             "f16c": self.f16c and self.x86, "neon": self.neon, "dotprod": self.dotprod,
         }  # fmt: skip
         flags = [name for name, there in has.items() if there]
@@ -106,15 +108,20 @@ _F16C = ("ivybridge",)
 _AVX2 = ("haswell", "broadwell", "skylake", "znver1", "znver2", "znver3", "x86-64-v3")
 _AVX_VNNI = ("alderlake", "raptorlake", "meteorlake", "sierraforest")
 _AVX512 = ("skylake-avx512", "x86-64-v4")
-_VNNI = ("cascadelake", "icelake-server", "sapphirerapids", "znver4", "znver5")
+_VNNI = ("cascadelake", "icelake-server", "znver4", "znver5")
+_AMX = ("sapphirerapids", "emeraldrapids", "graniterapids")
 _DOTPROD = ("cortex-a76", "neoverse-n1", "neoverse-n2", "neoverse-v1", "neoverse-v2", "apple-m1")
 _AVX2_SET = {"avx2", "fma", "f16c"}
 _AVX512_SET = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+_AMX_SET = {"amx-tile", "amx-int8"}
+_X86 = ("x86_64", "amd64", "i686")
 
 
 def _implied(name: str) -> set[str]:
     if name in _VNNI:
         return _AVX2_SET | _AVX512_SET | {"avx512vnni"}
+    if name in _AMX:
+        return _AVX2_SET | _AVX512_SET | {"avx512vnni"} | _AMX_SET
     if name in _AVX512:
         return _AVX2_SET | _AVX512_SET
     if name in _AVX_VNNI:
@@ -122,24 +129,53 @@ def _implied(name: str) -> set[str]:
     return _AVX2_SET if name in _AVX2 else {"f16c"} if name in _F16C else set()
 
 
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
+
+
+@cache
+def _amx_refusal() -> str:
+    """Request permission to use tile registers for all threads of this process, once.
+
+    Returns why there is none, else "". Linux enlarges signal frames for processes that ask (since
+    5.16; Documentation/arch/x86/xstate.rst).
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return "permission to use it is only requested on 64-bit Linux"
+    library = ctypes.CDLL(None, use_errno=True)
+    words = map(ctypes.c_long, (_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA))
+    if library.syscall(*words) == 0:
+        return ""
+    return f"the operating system refuses it ({os.strerror(ctypes.get_errno())})"
+
+
+def amx_note() -> str:
+    """Why a target that has AMX does not use it; "" if it does or has none."""
+    return _amx_refusal() if _features() >= _AMX_SET and not isa().amx else ""
+
+
+def _features() -> set[str]:
+    """Features of the target."""
+    name, features = target()
+    flags, x86 = features.split(","), platform.machine().lower() in _X86
+    on = {f[1:] for f in flags if f.startswith("+")} | (_implied(name) if x86 else set())
+    return on - {f[1:] for f in flags if f.startswith("-")}
+
+
 @cache
 def isa() -> ISA:
     """Instruction sets of the target: the host's unless Numba's variables name another CPU."""
-    name, features = target()
-    machine = platform.machine().lower()
-    x86, neon = machine in ("x86_64", "amd64", "i686"), machine in ("aarch64", "arm64")
-    flags = features.split(",")
-    on = {f[1:] for f in flags if f.startswith("+")} | (_implied(name) if x86 else set())
-    on -= {f[1:] for f in flags if f.startswith("-")}
+    name, machine, on = target()[0], platform.machine().lower(), _features()
+    x86, neon = machine in _X86, machine in ("aarch64", "arm64")
     avx2 = x86 and {"avx2", "fma"} <= on
     avx512 = avx2 and on >= _AVX512_SET
     width = 64 if avx512 else 32 if avx2 else 16
     avx_vnni = avx2 and "avxvnni" in on
     vnni = "avx512vnni" in on if avx512 else avx_vnni
+    amx = avx512 and vnni and on >= _AMX_SET and not _amx_refusal()
     return ISA(
         name, x86, avx2, avx512, vnni, "f16c" in on or not x86, width,
         fp16=(avx512 and "avx512fp16" in on) or (not x86 and "fullfp16" in on), avx_vnni=avx_vnni,
-        neon=neon, dotprod=neon and ("dotprod" in on or name in _DOTPROD),
+        neon=neon, dotprod=neon and ("dotprod" in on or name in _DOTPROD), amx=amx,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from ....cache import CacheFile
-from .isa import compiler_version, target
+from .isa import compiler_version, isa, target
 from .machine_code import Function, MachineCode, is_loaded_here, is_supported
 
 _CPU = Path(__file__).resolve().parents[1]
@@ -28,6 +28,7 @@ def fingerprint(*folders: Path) -> str:
     """Hash all sources below ``folders``, the compiler's version and the target."""
     versions = [compiler_version("numba"), compiler_version("llvmlite")]
     parts = [*versions, sys.version, platform.platform(), *target()]
+    parts.append(str(isa()))  # which says whether AMX may be used
     digest = hashlib.sha256("\0".join(parts).encode())
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):

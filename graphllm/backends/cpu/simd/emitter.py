@@ -158,6 +158,10 @@ class Emitter(VectorBuilder):
         if not self._scales_pairs:
             scale = self.signed_byte(bytes_, index) if signed else self.byte(bytes_, index)
             return self.mask(scale, 0xFFFF) if narrow and signed else scale
+        return self.byte_pairs(bytes_, index, signed)
+
+    def byte_pairs(self, bytes_: Value, index: int, signed: bool) -> Value:
+        """Byte ``index`` of each lane as a pair of equal int16. Needs AVX2."""
         pair = (0x80, index) * 2 if signed else (index, 0x80) * 2
         lanes = [min(4 * lane + byte, 0x80) for lane in range(4) for byte in pair]
         indices = self.b.bitcast(ir.Constant(BYTES, lanes * 4), I32S)
@@ -205,6 +209,20 @@ class Emitter(VectorBuilder):
         """Add int16 lanes."""
         words = self.b.add(self.b.bitcast(x, WORDS), self.b.bitcast(y, WORDS))
         return self.b.bitcast(words, I32S)
+
+    def multiply_i16(self, x: Value, y: Value) -> Value:
+        """Low halves of the products of int16 lanes."""
+        words = self.b.mul(self.b.bitcast(x, WORDS), self.b.bitcast(y, WORDS))
+        return self.b.bitcast(words, I32S)
+
+    def negative_i16(self, x: Value) -> Value:
+        """Minus int16 lanes."""
+        zero = ir.Constant(WORDS, None)
+        return self.b.bitcast(self.b.sub(zero, self.b.bitcast(x, WORDS)), I32S)
+
+    def multiply_high_i16(self, x: Value, y: Value) -> Value:
+        """High halves of the products of int16 lanes. Needs AVX-512."""
+        return self._call_as("llvm.x86.avx512.pmulh.w.512", WORDS, WORDS, x, y)
 
     def _multiply_bytes(self, u: Value, s: Value) -> Value:
         """u0 * s0 + u1 * s1 and u2 * s2 + u3 * s3 in int16, without overflow. Needs AVX2."""
