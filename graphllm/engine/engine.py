@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 from ..compiler.plan import Plan
@@ -31,6 +31,7 @@ from .sampling_feeds import sampling_row
 from .scheduler import Scheduler
 from .sequence import ActiveSequence
 from .step_lock import StepLock
+from .weights_ahead import weights_ahead
 
 PrefillCallback = Callable[[int, int], None]  # (tokens prefilled so far, tokens to prefill)
 
@@ -116,16 +117,23 @@ class Engine:
         self.requested_gpu_layers = gpu_layers
         self.gpu_offload = plan_gpu_offload(self.executor, self.outputs, self.all_plans, gpu_layers)
 
-    def prepare(self) -> None:
+    def prepare(self, ahead: bool = True, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Bind the plans of one sequence: pack their weights and compile their kernels.
 
         The memory of intermediates is reserved for as many sequences as the limits allow, with any
         settings.
+
+        Args:
+            ahead: whether to pack weights in another thread as soon as the first plan is compiled.
+            meanwhile: called while weights are packed.
         """
-        for plan in self.all_plans():
-            self.executor.reserve(plan)
-        for plan in self.generation_plans():
-            self.executor.bind(plan)
+        first = self.plan(["ids"], self.limits.tokens)
+        with weights_ahead(self.executor, first) if ahead else nullcontext():
+            for plan in self.all_plans():
+                self.executor.reserve(plan)
+            meanwhile()
+            for plan in self.generation_plans():
+                self.executor.bind(plan)
 
     def close(self) -> None:
         """Finish the requests that are `attended`, refuse all further ones, and free the memory.

@@ -195,16 +195,3 @@ def dump(outputs: Mapping[str, Tensor]) -> str:
 def show(stage: str, outputs: Mapping[str, Tensor]) -> None:
     """Print the graph after a compiler stage, at level 3 of GRAPHLLM_DEBUG."""
     debug(3, lambda: f"graph, {stage}:\n{dump(outputs)}")
-
-
-def dot(outputs: Mapping[str, Tensor]) -> str:
-    """Format the graph in Graphviz' DOT language."""
-    order = toposort(outputs.values())
-    label = {n: f"n{i}" for i, n in enumerate(order)}
-    lines = ["digraph graphllm {", "  node [shape=box, fontname=monospace];"]
-    for node in order:
-        text = f"{node.name if node.is_leaf else node.op}\\n{node.meta}\\n{node.scope}"
-        lines.append(f'  {label[node]} [label="{text}"];')
-        lines += [f"  {label[s]} -> {label[node]};" for s in node.sources]
-    lines += [f'  "{name}" [shape=oval]; {label[n]} -> "{name}";' for name, n in outputs.items()]
-    return "\n".join([*lines, "}"])

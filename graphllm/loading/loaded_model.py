@@ -59,7 +59,7 @@ class LoadedModel:
         owns_file: bool = False,
         kv_memory: int | str = "auto",
     ) -> None:
-        """Place the model; `Engine.prepare` binds it.
+        """Place the model; `Engine.prepare` binds it, and `check_texts` opens the tokenizer.
 
         Args:
             file: the model file.
@@ -77,18 +77,25 @@ class LoadedModel:
         self.file, self.decoder = file, decoder
         self._template_choice, self._owns_file = chat_template, owns_file
         self._template: ChatTemplate | None = None
-        if file.has_vocabulary:  # report an invalid one now, not at the first request
-            tokens, rows = self.tokenizer.vocab_size, decoder.cfg.vocab
-            if tokens > rows + MAX_EXTRA_TOKENS:
-                raise ModelFileError(
-                    f"{file.path}: the tokenizer has {tokens} tokens, the embedding {rows} rows"
-                )
         self.executor = Executor(self.decoder.weights, **executor_options)
         self.limits = sized_limits(decoder, self.executor, limits, kv_memory)
         self.engine = Engine(self.decoder, self.executor, self.limits)
         self.load_s = 0.0
-        if chat_template is not None:
-            _ = self.template  # raises now if it is invalid
+
+    def check_texts(self) -> None:
+        """Report a tokenizer or a chat template that is invalid now, not at the first request.
+
+        ModelFileError: see `LoadedModel`.
+        """
+        if self.file.has_vocabulary:
+            tokens, rows = self.tokenizer.vocab_size, self.decoder.cfg.vocab
+            if tokens > rows + MAX_EXTRA_TOKENS:
+                raise ModelFileError(
+                    f"{self.file.path}: the tokenizer has {tokens} tokens, the embedding {rows} "
+                    "rows"
+                )
+        if self._template_choice is not None:
+            _ = self.template
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -191,7 +198,8 @@ class LoadedModel:
         owns = file is not model
         llm = cls(file, decoder, executor, limits, chat_template, owns, own["kv_memory"])
         llm.engine.offload_layers(own["gpu_layers"])
-        llm.engine.prepare()
+        # Conversion of weights can be interrupted in the main thread only.
+        llm.engine.prepare(ahead=own["type"] is None, meanwhile=llm.check_texts)
         llm.load_s = time.perf_counter() - start
         return llm
 

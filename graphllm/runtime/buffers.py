@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -47,6 +48,7 @@ class Buffers:
         self._values: WeakKeyDictionary[Tensor, dict[str, _Value]] = WeakKeyDictionary()
         self._weights: WeakKeyDictionary[Tensor, dict[tuple[Pack | None, str], Any]]
         self._weights = WeakKeyDictionary()  # by pack function and memory
+        self._lock = Lock()
         self.packed = 0  # number of weights prepared
 
     def leaf(self, node: Tensor) -> Tensor:
@@ -117,9 +119,10 @@ class Buffers:
         """Return the device's buffer of a weight, packed by ``pack``."""
         leaf = self._leaves[name]
         forms, key = self._weights.setdefault(leaf, {}), (pack, device.memory)
-        if key not in forms:
-            forms[key] = self._prepared(leaf, pack, device)
-            self.packed += 1
+        with self._lock:  # another thread may prepare weights ahead
+            if key not in forms:
+                forms[key] = self._prepared(leaf, pack, device)
+                self.packed += 1
         return forms[key]
 
     def _prepared(self, leaf: Tensor, pack: Pack | None, device: Device) -> Any:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -238,11 +239,10 @@ class Executor:
             workspace = self._workspace(scratch) if scratch else None
             steps.append(Bound(step.node, step.kernel, inputs, out, workspace))
         ready = time.perf_counter()
-        segments, at = [], 0
+        segments, rest = [], iter(steps)
         for group in plan.segments():
             device = self.devices.of(group[0].backend)
-            segments.append((device.build(steps[at : at + len(group)], self.header), group))
-            at += len(group)
+            segments.append((device.build([*islice(rest, len(group))], self.header), group))
         self.load_times["weights_s"] += ready - start
         self.load_times["kernels_s"] += time.perf_counter() - ready
         outputs = {}
@@ -258,12 +258,16 @@ class Executor:
         if source is None:
             return None
         if source.base.op == WEIGHT:
-            pack = step.kernel.pack.get(get(step.node.op).operand(index))
-            device = self.devices.of(step.backend)
-            if device.memory != step.memory:  # a transfer reads it from the host's memory
-                device = self.devices.owner(step.memory)
-            return Operand(source.meta, self.buffers.weight(source.base.name, pack, device))
+            return Operand(source.meta, self.weight(step, index))
         return self._operand(plan, source, step.memory)
+
+    def weight(self, step: Step, index: int) -> Any:
+        """Return the buffer of a weight that ``step`` reads, packed. Any thread may call this."""
+        pack = step.kernel.pack.get(get(step.node.op).operand(index))
+        device = self.devices.of(step.backend)
+        if device.memory != step.memory:  # a transfer reads it from the host's memory
+            device = self.devices.owner(step.memory)
+        return self.buffers.weight(step.node.src[index].base.name, pack, device)  # type: ignore
 
     def _operand(self, plan: Plan, node: Tensor, memory: str) -> Operand:
         own = rewrite.root(node)

@@ -55,7 +55,7 @@ def test_equal_nodes_merge_and_keep_their_scopes():
     merged = rewrite.merge({"y": ops.add(a, b)})
     silus = [n for n in rewrite.toposort(merged.values()) if n.op == "silu"]
     assert [n.scopes for n in silus] == [("a", "b")]
-    assert rewrite.dump(merged).count("silu") == 1 and "silu" in rewrite.dot(merged)
+    assert rewrite.dump(merged).count("silu") == 1
 
 
 def test_verify_finds_a_read_after_an_overwrite():

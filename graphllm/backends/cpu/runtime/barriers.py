@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
-from ....graph.tensor import Var
-from ....ops import Cost, get
+from ....graph.tensor import Meta, Var
+from ....ops import Cost, OpDef, get
 from ... import Bound, Operand
 from .step_interpreter import BARRIER, ONE_THREAD
 
@@ -87,9 +89,18 @@ def is_short(steps: Sequence[Bound]) -> bool:
 
 def _cost(step: Bound) -> Cost:
     """Cost of the step at the upper bounds of its Vars."""
-    metas = [s.meta for s in (step.node, *step.node.sources)]
-    env = {m.rows.name: m.rows.hi for m in metas if isinstance(m.rows, Var)}
-    return get(step.node.op).node_cost(step.node, env)
+    metas = tuple(s and s.meta for s in step.node.src)
+    attrs = tuple(sorted(step.node.attrs.items()))
+    return _cost_at_bounds(get(step.node.op), step.node.meta, metas, attrs)
+
+
+@lru_cache(maxsize=4096)  # the layers of a model have equal steps
+def _cost_at_bounds(
+    op: OpDef, out: Meta, metas: tuple[Meta | None, ...], attrs: tuple[tuple[str, Any], ...]
+) -> Cost:
+    rows = [m.rows for m in (out, *metas) if m]
+    env = {var.name: var.hi for var in rows if isinstance(var, Var)}
+    return op.cost(out.at(env), *(m and m.at(env) for m in metas), env=env, **dict(attrs))
 
 
 def _span(operand: Operand) -> Span:
