@@ -18,7 +18,7 @@ from rotation import rotated
 
 import graphllm
 
-pytestmark = [pytest.mark.arm64, pytest.mark.long]
+pytestmark = pytest.mark.arm64
 PROGRAM = Path(__file__).parents[1] / "support" / "arm64.py"
 PARTS = 6
 # Without and with dot products of bytes.

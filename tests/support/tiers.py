@@ -55,6 +55,9 @@ QUICK_EVERY = {
     "cli/test_usage_errors.py::test_a_usage_error_is_one_line": 8,
     "cli/test_usage_errors.py::test_unusable_standard_streams": 3,
     "core/test_lifetimes.py::test_short_lived_graphs_are_right_and_leave_nothing": 2,
+    "cpu/test_arm64.py::test_every_op": 0,
+    "cpu/test_arm64.py::test_linears_give_the_same_bits": 0,
+    "cpu/test_arm64.py::test_the_demo_gives_the_same_tokens": 0,
     "cpu/test_cpu_isa.py::test_every_op_and_the_same_bits": 0,
     "cpu/test_cpu_isa.py::test_without_float16_in_hardware_there_is_no_cpu_backend": 0,
     "cpu/test_cpu_probe_kernels.py::test_no_kernel_computes_more_per_instruction_than_the_probe": 3,
@@ -111,6 +114,8 @@ QUICK_EVERY = {
 PARTS = {
     "cli/test_bench.py::test_every_family_and_type_loads": 3,
     "cli/test_output.py::test_hostile_text_is_escaped_at_a_terminal": 2,
+    "cpu/test_arm64.py::test_every_op": 2,
+    "cpu/test_arm64.py::test_linears_give_the_same_bits": 2,
     "cpu/test_cpu_experts.py::test_experts": 2,
     "cpu/test_cpu_isa.py::test_microkernels_compile_for_arm": 6,
     "cuda/test_cuda_compile.py::test_compiles_without_spills": 8,
