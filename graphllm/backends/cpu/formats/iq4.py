@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ....formats.iq4 import IQ4_VALUES
 from ..runtime.isa import ISA
@@ -33,6 +34,7 @@ class CodebookBlock(Block32):
     """x = d * value, and four bits number a value."""
 
     layout = FOUR_BITS
+    symmetric = True
     codebook: Codebook
 
     def moves(self) -> list[Move]:
@@ -55,6 +57,7 @@ class IQ4XS(Block256):
     minima = False
     signed_scales = True
     layout = FOUR_BITS
+    symmetric = True
     words_at = 2 * HALVES + VECTOR
     codebook: Codebook
 
@@ -100,12 +103,11 @@ class IQ4XS(Block256):
 
     def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         (d,), zero = self.factors(e, at), self.codebook.zero_point(e)
+        scale = self.float_scales(e, partial(self.scale_bytes, e, at), d)
         for j, word in self.all_words(e, at):
-            k = j // 8
-            scale = e.mul(self.to_f32(e, self.scale_bytes(e, at, k // 4), k), d)
             for i in range(4):
                 q = e.b.sub(e.byte(word, i), e.i32(zero)) if zero else e.signed_byte(word, i)
-                yield 4 * j + i, e.mul(e.to_f32(q), scale)
+                yield 4 * j + i, e.mul(e.to_f32(q), scale(j // 8))
 
 
 def _nibble_place(k: int) -> int:

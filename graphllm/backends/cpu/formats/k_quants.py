@@ -13,6 +13,7 @@ they unpack in few steps. Fields of a block of a tile, in vectors:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from ..simd.emitter import I32, VECTOR, Emitter, Value
 from ..simd.vectors import vector
@@ -108,13 +109,13 @@ class Q4K(Block256):
 
     def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         d, dmin = self.factors(e, at)
+        scale = self.float_scales(e, partial(self.scale_bytes, e, at), d)
+        least = self.float_scales(e, partial(self.offset_bytes, e, at), dmin)
         for j, word in self.all_words(e, at):
             k = 4 * j // self.sub
-            scale = e.mul(self.to_f32(e, self.scale_bytes(e, at, k // 4), k), d)
-            least = e.mul(self.to_f32(e, self.offset_bytes(e, at, k // 4), k), dmin)
             for i in range(4):
                 q = e.to_f32(e.byte(word, i))
-                yield 4 * j + i, e.sub(e.mul(q, scale), least)
+                yield 4 * j + i, e.sub(e.mul(q, scale(k)), least(k))
 
 
 class Q5K(Q4K):
@@ -197,12 +198,11 @@ class Q6K(Block256):
 
     def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         (d,) = self.factors(e, at)
+        scale = self.float_scales(e, partial(self.scale_bytes, e, at), d)
         for j, word in self.all_words(e, at):
-            k = 4 * j // self.sub
-            scale = e.mul(self.to_f32(e, self.scale_bytes(e, at, k // 4), k), d)
             for i in range(4):
                 q = e.b.sub(e.byte(word, i), e.i32(self.offset))
-                yield 4 * j + i, e.mul(e.to_f32(q), scale)
+                yield 4 * j + i, e.mul(e.to_f32(q), scale(4 * j // self.sub))
 
 
 class Q3K(Q6K):

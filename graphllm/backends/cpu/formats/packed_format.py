@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -160,6 +161,7 @@ class BlockFormat(PackedFormat):
     largest: int  # unsigned q
     layout: ClassVar[BitLayout]  # of a chunk: a block of 32, or a part of a block of 256
     words_at: ClassVar[int] = 0  # offset of the first chunk in a tile's block
+    symmetric: ClassVar[bool] = False  # whether no signed byte is -128
 
     @property
     def chunk(self) -> int:
@@ -264,10 +266,13 @@ class Block256(BlockFormat):
         """The scale of sub-block k as `Emitter.scale` returns it."""
         return e.scale(scale_bytes, self.place(k), self.signed_scales, self.fits_i16(e))
 
-    def to_f32(self, e: Emitter, scale_bytes: Value, k: int) -> Value:
-        """The scale or minimum of sub-block k, f32x16."""
-        get = e.signed_byte if self.signed_scales else e.byte
-        return e.to_f32(get(scale_bytes, self.place(k)))
+    def float_scales(
+        self, e: Emitter, scale_bytes: Callable[[int], Value], factor: Value
+    ) -> Callable[[int], Value]:
+        """A function that returns the scale or minimum of sub-block k times a factor, f32x16; the
+        code is emitted when it is asked for a k for the first time."""
+        get, load = e.signed_byte if self.signed_scales else e.byte, cache(scale_bytes)
+        return cache(lambda k: e.mul(e.to_f32(get(load(k // 4), self.place(k))), factor))
 
     def zero_point(self, e: Emitter) -> int:
         """What VNNI dots subtract from q, by starting at minus this times the activation sums: to

@@ -52,14 +52,17 @@ class _ShortSums:
     """Sums of byte products in int16, one for each sub-block of ``words`` words."""
 
     def __init__(self, e: Emitter, f: Block32 | Block256, words: int) -> None:
-        self.e, self.signed, self.words = e, f.signed(e.isa), words
-        self.terms = e.i16_terms(f.largest, self.signed)
+        self.e, self.f, self.words = e, f, words
+        self.terms = e.i16_terms(f.largest, f.signed(e.isa))
         self._open: dict[int, tuple[Value | None, int]] = {}
 
     def add(self, k: int, word: Value, x: Value) -> Value | None:
         """Add a word of sub-block k times activations. Returns the sum since the last one returned
         if it has to be widened: one more could overflow, or the sub-block is complete."""
-        product = self.e.multiply_bytes(word, x, self.signed)
+        if self.f.signed(self.e.isa) and self.f.symmetric:
+            product = self.e.multiply_by_magnitude(word, x)
+        else:
+            product = self.e.multiply_bytes(word, x, self.f.signed(self.e.isa))
         part, count = self._open.get(k, (None, 0))
         part, count = product if part is None else self.e.add_i16(part, product), count + 1
         whole = count % self.terms == 0 or count == self.words

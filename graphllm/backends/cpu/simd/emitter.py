@@ -230,6 +230,18 @@ class Emitter(VectorBuilder):
             return self._call_as("llvm.x86.avx512.pmaddubs.w.512", BYTES, WORDS, u, s)
         return self._call_per_half("llvm.x86.avx2.pmadd.ub.sw", 32, I8, u, s)
 
+    def multiply_by_magnitude(self, w: Value, s: Value) -> Value:
+        """As `multiply_bytes` of signed bytes, for w other than -128: |s| times w with the sign of
+        s. It is faster than |w| times s if s is a broadcast, whose magnitude one register holds.
+        Needs AVX2."""
+        if self.isa.avx512:
+            return self._multiply_by_sign(w, s)
+        size, zero = self.b.bitcast(s, BYTES), ir.Constant(BYTES, None)
+        below = self.b.icmp_signed("<", size, zero)
+        size = self.b.bitcast(self.b.select(below, self.b.sub(zero, size), size), I32S)
+        moved = self._call_per_half("llvm.x86.avx2.psign.b", 32, I8, w, s)
+        return self._multiply_bytes(size, moved)
+
     def _multiply_by_sign(self, w: Value, s: Value) -> Value:
         """Multiply |w| by s with the sign of w, as 2 * 128 * 127 fits int16."""
         size, moved = self.b.bitcast(w, BYTES), self.b.bitcast(s, BYTES)
