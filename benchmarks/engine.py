@@ -41,7 +41,8 @@ from typing import Any
 import graphllm
 from graphllm.api import LLM
 from graphllm.backends import Options
-from graphllm.backends.cpu.runtime.isa import isa, thread_count
+from graphllm.backends.cpu.runtime.cores import thread_count
+from graphllm.backends.cpu.runtime.isa import isa
 from graphllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.engine.block_manager import BlockManager

@@ -22,8 +22,9 @@ from graphllm import ops
 from graphllm.backends import Bound, Header, Operand, Options, find
 from graphllm.backends.cpu.formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import allocate
+from graphllm.backends.cpu.runtime.cores import thread_count
 from graphllm.backends.cpu.runtime.device import CpuDevice
-from graphllm.backends.cpu.runtime.isa import isa, thread_count
+from graphllm.backends.cpu.runtime.isa import isa
 from graphllm.backends.cpu.runtime.roofline_probes import Run, read_probe
 from graphllm.formats.quantization import quantise
 from graphllm.graph.dtype import DType, dtype

@@ -21,8 +21,9 @@ from graphllm import ops
 from graphllm.backends import Bound, Header, Operand, Options, TimestampLog, find
 from graphllm.backends.cpu.formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import allocate
+from graphllm.backends.cpu.runtime.cores import thread_count
 from graphllm.backends.cpu.runtime.device import CompiledProgram, CpuDevice, Launch
-from graphllm.backends.cpu.runtime.isa import isa, thread_count
+from graphllm.backends.cpu.runtime.isa import isa
 from graphllm.backends.cpu.runtime.jit import args, kernel
 from graphllm.backends.cpu.runtime.roofline_probes import Run, read_probe
 from graphllm.backends.cpu.runtime.step_interpreter import BARRIER

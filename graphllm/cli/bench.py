@@ -64,7 +64,12 @@ class BenchGrid:
     ] = ""
     threads: Annotated[
         str,
-        Option("-t", "--threads", metavar=_LIST, help="Number of CPU threads; 0 uses every core."),
+        Option(
+            "-t",
+            "--threads",
+            metavar=_LIST,
+            help="Number of CPU threads; 0 uses every performance core.",
+        ),
     ] = "0"
     kv_types: Annotated[
         str,
@@ -234,7 +239,7 @@ def _rows(
 ) -> Iterator[Row]:
     """Load the model, run the tests, and yield a row for each, with the keys of llama-bench."""
     from ..backends import Options
-    from ..backends.cpu.runtime.isa import thread_count
+    from ..backends.cpu.runtime.cores import thread_count
     from ..profiler import bench, prediction
 
     llm = load(context=max(test.context for test in tests))

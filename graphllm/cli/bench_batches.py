@@ -40,7 +40,7 @@ def rows(
         RequestError: a batch does not fit the memory. No weight has been loaded then.
     """
     from ..backends import Options
-    from ..backends.cpu.runtime.isa import thread_count
+    from ..backends.cpu.runtime.cores import thread_count
     from ..profiler import batch_bench, bench
 
     _, threads = setup

@@ -64,7 +64,7 @@ def run(
         RequestError: an option or the file is invalid, or the requests do not fit the memory.
     """
     from ..backends import Options
-    from ..backends.cpu.runtime.isa import thread_count
+    from ..backends.cpu.runtime.cores import thread_count
     from ..engine.request import Sampling
     from ..profiler import bench, load_test
 

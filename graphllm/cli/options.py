@@ -45,7 +45,7 @@ NoFuse = Annotated[
     ),
 ]
 Threads = Annotated[
-    int, Option("-t", "--threads", help="Number of CPU threads; 0 uses every core.")
+    int, Option("-t", "--threads", help="Number of CPU threads; 0 uses every performance core.")
 ]
 KvType = Annotated[
     str | None,

@@ -159,7 +159,7 @@ class LoadedModel:
                 too), ``float``, or ``auto``.
             deterministic: give a request the same bits in any batch on CUDA, too, at the price that
                 docs/reproducibility.md states; the CPU always does.
-            threads: number of CPU threads; 0 uses every core.
+            threads: number of CPU threads; 0 uses every performance core.
             place: backends by scope pattern: ``{"model.layers.3.*": "cpu"}``.
             strict: raise PlacementError if an op does not run on the first usable backend.
             no_fuse: names of fusion rules to disable, or ``all``.

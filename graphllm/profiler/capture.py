@@ -151,7 +151,7 @@ def _phases(
 
 def _threads(llm: LoadedModel) -> int:
     """Return the number of CPU threads of the run."""
-    from ..backends.cpu.runtime.isa import thread_count
+    from ..backends.cpu.runtime.cores import thread_count
 
     return thread_count(llm.executor.options)
 

@@ -211,7 +211,7 @@ def dry_run(
 
 
 def _summarize(file: Checkpoint, decoder: Decoder, engine: Engine, planner: Planner) -> DryRun:
-    from ..backends.cpu.runtime.isa import thread_count
+    from ..backends.cpu.runtime.cores import thread_count
 
     prefill, token = plans = engine.generation_plans()
     predictor = TimePredictor.of(plans, thread_count(planner.options))

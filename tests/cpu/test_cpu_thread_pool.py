@@ -16,9 +16,14 @@ import pytest
 
 import graphllm
 from graphllm.backends import Options
-from graphllm.backends.cpu.runtime import isa, kernel_cache
+from graphllm.backends.cpu.runtime import cores, kernel_cache
+from graphllm.backends.cpu.runtime.cores import (
+    MAX_THREADS,
+    cgroup_cores,
+    thread_count,
+    usable_cores,
+)
 from graphllm.backends.cpu.runtime.device import CpuDevice
-from graphllm.backends.cpu.runtime.isa import MAX_THREADS, cgroup_cores, thread_count, usable_cores
 from graphllm.backends.cpu.runtime.jit import (  # fmt: skip
     HEADER_WORDS,
     args,
@@ -236,16 +241,38 @@ def test_without_control_groups_there_is_no_quota(tmp_path):
     assert cgroup_cores(tmp_path / "nothing") == inf
 
 
-@pytest.mark.parametrize(("allowed", "cores"), [(0.3, 1), (1.0, 1), (1.2, 2), (inf, None)])
-def test_a_fraction_of_a_core_counts_as_a_core(monkeypatch, allowed, cores):
-    monkeypatch.setattr(isa, "cgroup_cores", lambda: allowed)
+@pytest.mark.parametrize(("allowed", "count"), [(0.3, 1), (1.0, 1), (1.2, 2), (inf, None)])
+def test_a_fraction_of_a_core_counts_as_a_core(monkeypatch, allowed, count):
+    monkeypatch.setattr(cores, "cgroup_cores", lambda: allowed)
     affinity = len(os.sched_getaffinity(0))
-    assert usable_cores.__wrapped__() == min(affinity, cores or affinity)
+    assert usable_cores.__wrapped__() == min(affinity, count or affinity)
+
+
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ({}, 8),
+        ({"cpu_core/cpus": "0-3\n", "cpu_atom/cpus": "4-7\n"}, 4),  # Intel
+        ({"cpu_core/cpus": "0,2,6-7\n"}, 4),
+        ({"cpu_core/cpus": "20-31\n"}, 8),  # none of them may be used
+        ({"cpu_core/cpus": "nonsense\n"}, 8),
+        ({f"system/cpu/cpu{i}/cpu_capacity": "1024" for i in range(8)}, 8),  # Arm
+        ({f"system/cpu/cpu{i}/cpu_capacity": str(446 if i < 6 else 1000 + i) for i in range(8)}, 2),
+    ],
+)
+def test_slow_cores_of_a_hybrid_processor_get_no_thread(tmp_path, monkeypatch, files, count):
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda process: {*range(8)})
+    monkeypatch.setattr(cores, "usable_cores", lambda: 8)
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert cores.performance_cores(tmp_path / "system" / "cpu") == count
 
 
 def test_more_threads_than_cores_warns_once():
     ask = "from graphllm.backends import Options\n"
-    ask += "from graphllm.backends.cpu.runtime.isa import thread_count\n"
+    ask += "from graphllm.backends.cpu.runtime.cores import thread_count\n"
     ask += "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
     ask += "print(*(thread_count(Options(threads=n)) for n in (0, 1, 9, 9)))"
     done = _python(ask, PYTHONPATH=str(PACKAGE.parent))

@@ -14,7 +14,7 @@ from remote_memory import remote  # noqa: F401
 from tiny_models import llama_weights, write_llama
 
 import graphllm
-from graphllm.backends.cpu.runtime.isa import usable_cores
+from graphllm.backends.cpu.runtime.cores import usable_cores
 from graphllm.backends.cpu.runtime.jit import Kernel, args, i64s
 from graphllm.backends.cuda.kernels import elementwise
 from graphllm.backends.cuda.runtime.device import CudaDevice

@@ -13,7 +13,7 @@ import pytest
 
 from graphllm import system_info
 from graphllm.backends.cpu.runtime import probe_kernels, roofline_probes
-from graphllm.backends.cpu.runtime.isa import usable_cores
+from graphllm.backends.cpu.runtime.cores import usable_cores
 from graphllm.backends.cpu.runtime.roofline_probes import MEMORY_PROBES, thread_counts
 from graphllm.backends.cuda.runtime import roofline_probes as cuda_probes
 from graphllm.backends.probe_results import ProbeResults

@@ -21,7 +21,8 @@ from . import kernels
 def _probe() -> tuple[bool, str]:
     if importlib.util.find_spec("numba") is None:
         return False, "Numba is not installed"
-    from .runtime.isa import amx_note, isa, usable_cores
+    from .runtime.cores import usable_cores
+    from .runtime.isa import amx_note, isa
 
     if not isa().f16c:
         return False, f"{isa().name} does not convert float16 in hardware"

@@ -15,8 +15,8 @@ from functools import cache
 from ....graph.tensor import Tensor
 from ... import Options
 from .. import BACKEND
+from ..runtime.cores import thread_count
 from ..runtime.device import KernelContext, Launch
-from ..runtime.isa import thread_count
 from ..runtime.jit import Kernel, f32_bits, f32s, kernel, load_i64, next_chunk
 from ..runtime.lazy_numba import float32, int64
 from .attention_arguments import (  # fmt: skip

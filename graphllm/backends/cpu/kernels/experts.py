@@ -21,8 +21,8 @@ from ...kernel_context import address
 from .. import BACKEND
 from ..formats import FORMATS
 from ..runtime.argument_block import argument_reader
+from ..runtime.cores import thread_count
 from ..runtime.device import KernelContext, Launch, OperandRef
-from ..runtime.isa import thread_count
 from ..runtime.jit import Kernel, f32s, helper, i32s, i64s, kernel, load_i64, next_chunk, set_status
 from ..runtime.thread_pool import STATUS_ID
 from ..simd.emitter import VECTOR

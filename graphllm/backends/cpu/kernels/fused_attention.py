@@ -11,8 +11,8 @@ from ... import ROWS, Options
 from ...kernel_context import requires_constant_factors
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader
+from ..runtime.cores import thread_count
 from ..runtime.device import KernelContext, Launch
-from ..runtime.isa import thread_count
 from ..runtime.jit import i32s, kernel, load_i64
 from . import attention
 from .elementwise import thread_range

@@ -14,8 +14,8 @@ from ....graph.tensor import Tensor
 from ... import Options
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader
+from ..runtime.cores import thread_count
 from ..runtime.device import KernelContext, Launch
-from ..runtime.isa import thread_count
 from ..runtime.jit import f32s, helper, i32s, kernel, load_i64
 from ..runtime.lazy_numba import float32, float64, int64
 from .elementwise import thread_range

@@ -10,8 +10,8 @@ from ... import Options
 from ...kernel_context import requires_constant_factors
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader
+from ..runtime.cores import thread_count
 from ..runtime.device import KernelContext, Launch
-from ..runtime.isa import thread_count
 from ..runtime.jit import f32s, helper, i32s, kernel, load_i64
 from ..runtime.lazy_numba import float32, float64
 from ..simd.math import cos_sin

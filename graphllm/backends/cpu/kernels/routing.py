@@ -10,8 +10,8 @@ from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader
+from ..runtime.cores import thread_count
 from ..runtime.device import KernelContext, Launch
-from ..runtime.isa import thread_count
 from ..runtime.jit import (  # fmt: skip
     bits_f32,
     exact_helper,

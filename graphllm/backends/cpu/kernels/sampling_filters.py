@@ -13,8 +13,8 @@ from ....graph.tensor import Tensor
 from ... import Options
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader
+from ..runtime.cores import thread_count
 from ..runtime.device import KernelContext, Launch
-from ..runtime.isa import thread_count
 from ..runtime.jit import (
     bits_f32,
     f32s,

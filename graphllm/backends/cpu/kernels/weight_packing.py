@@ -16,7 +16,7 @@ import numpy as np
 from ....formats.quantization import bad_scale
 from ....graph.tensor import Meta
 from ..formats import FORMATS, by_code
-from ..runtime.isa import usable_cores
+from ..runtime.cores import usable_cores
 from ..runtime.jit import Kernel, args, i64s, kernel
 from ..runtime.lazy_numba import intrinsic, types
 from ..simd.emitter import LANES, VECTOR, Emitter, Value

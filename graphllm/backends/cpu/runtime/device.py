@@ -16,7 +16,7 @@ from ... import Bound, Header, Operand, Options, TimestampLog, kernel_context
 from ..kernels.weight_packing import allocate
 from .argument_block import argument_words
 from .barriers import barrier_flags, is_short
-from .isa import thread_count
+from .cores import thread_count
 from .jit import HEADER_WORDS, Kernel
 from .parallel_compiler import compile_kernels
 from .step_interpreter import BARRIER, COUNTER_WORDS, ONE_THREAD, TIMESTAMPS, Entry, ProgramHeader

@@ -1,4 +1,4 @@
-"""Instruction sets of the processor that kernels are compiled for, and the usable cores."""
+"""Instruction sets of the processor that kernels are compiled for."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from math import ceil, inf
-from pathlib import Path
 
 from ....cache import CacheFile
-from ....terminal import warn
-from ... import Options
 
 _VARYING = (b"processor", b"cpu MHz", b"core id", b"apicid", b"initial apicid", b"bogomips")
 
@@ -177,84 +172,3 @@ def isa() -> ISA:
         fp16=(avx512 and "avx512fp16" in on) or (not x86 and "fullfp16" in on), avx_vnni=avx_vnni,
         neon=neon, dotprod=neon and ("dotprod" in on or name in _DOTPROD), amx=amx,
     )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------- cores
-
-
-def _group_cores(folder: Path) -> float:
-    """Cores that one control group allows; infinity if it sets no limit."""
-    try:
-        limit, period = (folder / "cpu.max").read_text().split()[:2]
-    except (OSError, ValueError):
-        try:  # cgroup version 1
-            limit, period = ((folder / f"cpu.cfs_{n}_us").read_text() for n in ("quota", "period"))
-        except OSError:
-            return inf
-    limited = limit.strip().isdigit() and period.strip().isdigit()  # neither "max" nor -1
-    return int(limit) / max(1, int(period)) if limited else inf
-
-
-def _control_groups(process: Path) -> Iterator[Path]:
-    """Yield the folders of the control groups of a process, and of the groups that contain them.
-
-    ``process`` is its folder in /proc. In a container the process's group may be mounted as root.
-    """
-    own = {}  # path by controller; the controller of version 2 is ""
-    for line in (process / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        own.update(dict.fromkeys(controllers.split(","), path))
-    for line in (process / "mountinfo").read_text().splitlines():
-        mount, _, system = line.partition(" - ")
-        root, point = mount.split()[3:5]
-        kind, _, options = system.split()[:3]
-        which = {"cgroup": "cpu", "cgroup2": ""}.get(kind)
-        if which not in own or (which and which not in options.split(",")):
-            continue
-        inner = os.path.relpath(own[which], root)
-        group = Path(point) if inner.startswith("..") else Path(point) / inner
-        yield from (f for f in (group, *group.parents) if f.is_relative_to(point))
-
-
-def cgroup_cores(process: Path = Path("/proc/self")) -> float:
-    """Cores that the control groups of a process allow; infinity if they set no limit."""
-    try:
-        return min(map(_group_cores, _control_groups(process)), default=inf)
-    except (OSError, ValueError):  # not on Linux
-        return inf
-
-
-@cache
-def usable_cores() -> int:
-    """Number of cores this process may use, by affinity and by control group quota.
-
-    A fraction of a core counts as a core: one thread too many is throttled now and then, one too
-    few leaves capacity unused. The result is cached, as buffers of plans are sized by it.
-    """
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on this system
-        cores = os.cpu_count() or 1
-    return max(1, ceil(min(cores, cgroup_cores())))
-
-
-MAX_THREADS = 256
-
-
-def thread_count(options: Options) -> int:
-    """Number of threads that the options ask for, at most one per core.
-
-    Threads that share a core delay each other at every barrier, so more of them are never faster.
-    """
-    return min(
-        _at_most_cores(options.threads) if options.threads > 0 else usable_cores(), MAX_THREADS
-    )
-
-
-@cache
-def _at_most_cores(threads: int) -> int:
-    """Limit ``threads`` to the number of usable cores, with a warning if that is fewer."""
-    cores = usable_cores()
-    if threads > cores:
-        warn(f"threads = {threads}: using {cores}, the number of usable cores")
-    return min(threads, cores)

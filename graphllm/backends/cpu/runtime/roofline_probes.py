@@ -22,8 +22,8 @@ from ... import Bound, Header, Operand, Options, TimestampLog, find
 from ...probe_results import ProbeResults
 from ..kernels.weight_packing import allocate
 from . import probe_kernels
+from .cores import usable_cores
 from .device import CompiledProgram, CpuDevice, Launch
-from .isa import usable_cores
 from .jit import Kernel
 from .probe_kernels import CacheArgs, MemoryArgs, MultiplyArgs
 from .step_interpreter import BARRIER

@@ -22,7 +22,7 @@ import numpy as np
 
 from ....errors import GraphllmError
 from . import step_interpreter
-from .isa import MAX_THREADS
+from .cores import MAX_THREADS
 from .jit import ABORT, STATUS, Kernel
 
 _BARRIER_SPIN_NS = 400_000  # longer than one thread's small steps with cold caches
