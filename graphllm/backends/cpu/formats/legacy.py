@@ -76,26 +76,19 @@ class FiveBits(Nibbles):
         return self.scale_moves()
 
     def stored_words(self, e: Emitter, source: Value) -> list[Value]:
-        q = e.load(source, vector(I32, 4), self.span("q")[0])
-        fifth = _spread(e.b, e.load(source, I32, self.span("high")[0]))
-        each = vector(I32, 4)(ir.Undefined)
-        for i in range(4):
-            each = e.b.insert_element(each, e.b.lshr(fifth, I32(i)), I32(i))
-        return [
-            e.b.or_(stored_run(e.b, q, 4 * half, 4), stored_run(e.b, each, 4 * half, 1, to=4))
-            for half in range(2)
-        ]
-
-
-def _spread(b: ir.IRBuilder, fifth: Value) -> Value:
-    """Bit 4 j + i of a block's fifth bits moved to bit 8 i + j."""
-    result = I32(0)
-    for j in range(8):
-        four = b.and_(b.lshr(fifth, I32(4 * j)), I32(15))
-        # The product puts bit i at 8 i, among others.
-        apart = b.and_(b.mul(four, I32(0x00204081)), I32(0x01010101))
-        result = b.or_(result, b.shl(apart, I32(j)))
-    return result
+        four = vector(I32, 4)
+        q = e.load(source, four, self.span("q")[0])
+        high = e.load(source, I32, self.span("high")[0])
+        fifths = e.b.insert_element(four(ir.Undefined), high, I32(0))
+        fifths = e.b.shuffle_vector(fifths, fifths, four([0] * 4))
+        words = []
+        for half in range(2):
+            bits = e.b.lshr(fifths, four([16 * half + 4 * j for j in range(4)]))
+            # The product puts bit i at 8 i, among others.
+            apart = e.b.mul(e.b.and_(bits, four([15] * 4)), four([0x00204081] * 4))
+            fifth = stored_run(e.b, apart, 0, 1, to=4)
+            words.append(e.b.or_(stored_run(e.b, q, 4 * half, 4), fifth))
+        return words
 
 
 # --------------------------------------------------------------------------------------- encoding
