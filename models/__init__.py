@@ -6,10 +6,9 @@ that builds the graph. `graphllm.model.spec.ModelSpec` lists its optional variab
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from graphllm.errors import ModelFileError, quote
@@ -18,8 +17,14 @@ from graphllm.model.spec import ModelSpec, import_file
 
 def specs() -> list[ModelSpec]:
     """Return the model specs of all files in this package."""
-    names = (m.name for m in pkgutil.iter_modules(__path__))
-    return [ModelSpec.from_module(importlib.import_module(f"{__name__}.{n}"), n) for n in names]
+    return list(_specs(""))
+
+
+def _specs(first: str) -> Iterator[ModelSpec]:
+    """Import the files one by one, those whose names begin with ``first`` before the others."""
+    names = [m.name for m in pkgutil.iter_modules(__path__)]
+    for name in sorted(names, key=lambda name: not name.startswith(first)):
+        yield ModelSpec.from_module(importlib.import_module(f"{__name__}.{name}"), name)
 
 
 def spec_of_model_type(kind: str, where: object) -> ModelSpec:
@@ -27,7 +32,7 @@ def spec_of_model_type(kind: str, where: object) -> ModelSpec:
 
     ModelFileError for an unknown one names the nearest; its text begins with ``where``.
     """
-    return _find(specs(), lambda s: s.types, kind, f"{where}: unknown model_type")
+    return _find(lambda s: s.types, kind, f"{where}: unknown model_type")
 
 
 def spec_of_architecture(architecture: str, where: object) -> ModelSpec:
@@ -35,19 +40,16 @@ def spec_of_architecture(architecture: str, where: object) -> ModelSpec:
 
     ModelFileError for an unknown one names the nearest; its text begins with ``where``.
     """
-    return _find(specs(), lambda s: s.gguf, architecture, f"{where}: unknown architecture")
+    return _find(lambda s: s.gguf, architecture, f"{where}: unknown architecture")
 
 
-def _find(
-    candidates: Sequence[ModelSpec],
-    names: Callable[[ModelSpec], tuple[str, ...]],
-    name: str,
-    unknown: str,
-) -> ModelSpec:
-    for spec in candidates:
+def _find(names: Callable[[ModelSpec], tuple[str, ...]], name: str, unknown: str) -> ModelSpec:
+    for spec in _specs(name):
         if name in names(spec):
             return spec
-    known = sorted(n for spec in candidates for n in names(spec))
+    import difflib
+
+    known = sorted(n for spec in specs() for n in names(spec))
     near = difflib.get_close_matches(name, known, 3, 0.5)
     hint = f"nearest: {', '.join(near)}; " if near else ""
     raise ModelFileError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 
 from ..debug import debug
 from ..errors import PlacementError, RequestError
@@ -32,6 +31,7 @@ from .contract import (
     TimestampLog,
 )
 from .order import ORDER
+from .third_party import declared_backends, load_backend
 
 __all__ = [
     "ANY",
@@ -62,10 +62,9 @@ def find(name: str) -> Backend:
     """Return the backend called ``name``, of this package or a third party. PlacementError."""
     if name in ORDER:
         return importlib.import_module(f"{__name__}.{name}").BACKEND
-    for entry in entry_points(group="graphllm.backends"):
-        if entry.name == name:
-            return _third_party(entry)
-    known = ", ".join([*ORDER, *(e.name for e in entry_points(group="graphllm.backends"))])
+    if name in declared_backends():
+        return load_backend(declared_backends()[name])
+    known = ", ".join([*ORDER, *declared_backends()])
     raise PlacementError(f"unknown backend {name!r}; known: {known}")
 
 
@@ -116,22 +115,6 @@ def check_switches(no_kernels: Sequence[str]) -> None:
             raise RequestError(f"no_kernels = {switch!r} must {problem}", "no_kernels")
 
 
-def _third_party(entry: EntryPoint) -> Backend:
-    """Load a third party's backend; on failure return one that is unusable, with the reason."""
-    try:
-        found = entry.load()
-        problem = "" if isinstance(found, Backend) else f"{entry.value} is not a Backend"
-    except Exception as error:  # importing a third party's package may raise anything
-        problem = f"{type(error).__name__}: {error}"
-    if not problem:
-        return found
-
-    def no_device(options: Options) -> Device:
-        raise PlacementError(f"{entry.name}: {problem}")
-
-    return Backend(entry.name, lambda: (False, problem), no_device)
-
-
 def names() -> list[str]:
     """Return all backends in order, third parties' first: who installs one wants it used."""
-    return [e.name for e in entry_points(group="graphllm.backends")] + list(ORDER)
+    return [*declared_backends(), *ORDER]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -259,7 +260,7 @@ class Backend:
         memory: name of the memory of its devices, for plans made on a machine without one.
         measure: measures the ceilings of the device, see `graphllm.profiler.roofline`; None if the
             backend has no probes.
-        kernels: registered kernels by op.
+        load: imports the modules that register kernels, at the first use of ``kernels``.
         half_tolerance: by op, the tolerance of kernels that multiply f16 or bf16 operands without
             upcasting, where it is above the op's own, see `graphllm.profiler.diff.deviation`.
     """
@@ -272,12 +273,21 @@ class Backend:
         expected: Callable[[], bool] = lambda: True,
         memory: str = "host",
         measure: Measure | None = None,
+        load: Callable[[], object] = lambda: None,
     ) -> None:
         self.name, self.memory = name, memory
         self.probe, self.expected = probe, expected
         self.open_device, self.measure = open_device, measure
-        self.kernels: dict[str, list[Kernel]] = {}
+        self._load = load
         self.half_tolerance: Mapping[str, float] = {}
+
+    @cached_property
+    def kernels(self) -> dict[str, list[Kernel]]:
+        """Registered kernels by op."""
+        found: dict[str, list[Kernel]] = {}
+        self.__dict__["kernels"] = found  # the modules register in it
+        self._load()
+        return found
 
     def available(self) -> tuple[bool, str]:
         """Return (usable, description or the reason why it is not usable)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -56,4 +55,6 @@ class ProbeResults:
 
 def spread(seconds: Sequence[float]) -> float:
     """Return how much the median rate is below the fastest, as a share of the fastest."""
-    return 1 - min(seconds) / statistics.median(seconds)
+    from statistics import median  # slow to import
+
+    return 1 - min(seconds) / median(seconds)

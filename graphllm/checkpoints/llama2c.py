@@ -45,7 +45,7 @@ class Llama2cCheckpoint(Llama2c):
         return NamedWeights(self, spec.hf_rules(config), strict=False)
 
     def tokenizer(self) -> Tokenizer:
-        from ..tokenizer import from_llama2c
+        from ..tokenizer.sentencepiece_model import from_llama2c
 
         path = self.path.with_name(VOCABULARY)
         if not path.is_file():

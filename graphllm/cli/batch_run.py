@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 _SUBMITTED = 32
 
 
-def is_batch(file: Path | None) -> bool:
-    """Whether the file of ``-f`` has one request per line."""
-    return file is not None and file.suffix.lower() == ".jsonl"
-
-
 def run_batch(
     prompts: PromptFile,
     output: Path | None,

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import sys
-import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -148,5 +147,7 @@ def write_file(path: Path, text: str) -> None:
 
 def note_traceback() -> None:
     """Print the traceback of the current exception on standard error."""
+    import traceback
+
     with suppress(OSError):
         print(escape_control_lines(traceback.format_exc()), file=sys.stderr, end="", flush=True)

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ..errors import RequestError
 from ..progress import progress_line
 from ..terminal import note
-from .batch_run import is_batch, run_batch
 from .declarations import Option, verb
 from .options import AsJson, LoadOptions, Model, System, Template, read_text
 from .output import show_json, write_text
-from .prompt_lines import PromptFile
 from .sampling_options import RunSamplingOptions
 
 if TYPE_CHECKING:
@@ -81,7 +79,10 @@ def run(
 
     graphllm run model.gguf -f prompts.jsonl -o answers.jsonl
     """
-    if file is not None and not prompt and is_batch(file):
+    if file is not None and not prompt and file.suffix.lower() == ".jsonl":
+        from .batch_run import run_batch
+        from .prompt_lines import PromptFile
+
         defaults = replace(options.sampling(), seed=options.seed)
         if chat:
             from ..chat import PROCESS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -259,7 +259,11 @@ class Sampling:
 
     def with_seed(self) -> Sampling:
         """Return a copy with a random seed, or the settings themselves if they have one."""
-        return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
+        return (
+            self
+            if self.seed is not None
+            else replace(self, seed=int.from_bytes(os.urandom(4), "big"))
+        )
 
 
 @dataclass

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,10 +87,16 @@ def check_scales(raw: Array, dtype: DType) -> None:
         found = [start + int(each.any(-1).argmax()) for each in bad if each.any()]
         return min(found, default=None)
 
-    with ThreadPoolExecutor(min(_CHECKERS, len(starts))) as pool:
-        for row in pool.map(first_bad, starts):
-            if row is not None:
-                raise bad_scale(row, dtype)
+    if len(starts) == 1:
+        found = [first_bad(0)]
+    else:
+        from concurrent.futures import ThreadPoolExecutor  # slow to import
+
+        with ThreadPoolExecutor(min(_CHECKERS, len(starts))) as pool:
+            found = [*pool.map(first_bad, starts)]
+    row = next((row for row in found if row is not None), None)
+    if row is not None:
+        raise bad_scale(row, dtype)
 
 
 def bad_scale(row: int, dtype: DType) -> ModelFileError:

@@ -25,7 +25,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,7 +34,10 @@ from .dtype import F32, DType, dtype
 from .scopes import error_location
 from .tensor import Dim, Env, Meta, Tensor, set_contiguous_op
 
-Rng = np.random.Generator
+if TYPE_CHECKING:
+    Rng = np.random.Generator
+else:
+    Rng = Any  # NumPy imports its generators at their first use, and runs of models use none
 Shape = tuple[int, ...]
 Maker = Callable[[Rng, Shape], np.ndarray]  # makes the values of a test operand
 

@@ -20,15 +20,12 @@ from typing import Any, Protocol
 
 from ..errors import ModelFileError, quote
 from ..weights.gguf import GgufFile
-from . import chatglm, tokenizer_json
 from .bpe import BpeTokenizer
 from .decoding import TextStream
 from .sentencepiece import SentencePieceTokenizer
-from .sentencepiece_model import SentencePieceModelTokenizer, from_llama2c
-from .tokenizer_config import TokenizerDirectory
 from .vocabulary import Vocabulary
 
-__all__ = ["TextStream", "Tokenizer", "from_directory", "from_gguf", "from_llama2c", "load"]
+__all__ = ["TextStream", "Tokenizer", "from_directory", "from_gguf", "load"]
 
 
 class Tokenizer(Protocol):
@@ -105,6 +102,10 @@ def from_directory(folder: Path, config: Mapping[str, Any] | None = None) -> Tok
     merges.txt. ``config`` is the content of config.json if it has been read already.
     ModelFileError if none of them exists, or one is malformed.
     """
+    from . import chatglm, tokenizer_json  # not needed for GGUF files
+    from .sentencepiece_model import SentencePieceModelTokenizer
+    from .tokenizer_config import TokenizerDirectory
+
     directory = TokenizerDirectory(Path(folder), config)
     present = {path.name for path in directory.folder.glob("*.*")}
     is_glm = directory.config.get("model_type") == "chatglm"

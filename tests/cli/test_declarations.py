@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import tiny_models
 import typer
 
 from graphllm.cli.declarations import Verb
@@ -85,3 +88,35 @@ def test_plain_command_lines_need_no_typer() -> None:
     assert path is not None and path["file"] == Path("a.txt")
     wrong = (["--help"], ["demo", "-n"], ["demo", "-n5"], ["demo", "--n=x"], ["demo", "extra"], [])
     assert [run.parse([*words]) for words in wrong] == [None] * len(wrong)
+
+
+RUN = """
+import sys
+from graphllm.cli import main
+from graphllm.backends import cpu
+main()
+sys.stdout.flush()
+print(*sys.modules, file=sys.stderr)
+"""
+# Packages that only other verbs, other models or other machines need, and what replaced them.
+UNUSED = {
+    "typer", "click", "rich", "pydantic",  # `Verb.parse`
+    "numba", "llvmlite",  # the cache of kernels
+    "cupy", "graphllm.backends.cuda.kernels", "graphllm.backends.cuda.runtime.device",
+    "jinja2", "graphllm.chat", "multiprocessing", "asyncio",
+    "tokenizers", "graphllm.tokenizer.tokenizer_json", "graphllm.tokenizer.chatglm",
+    "concurrent.futures", "statistics", "numpy.random", "graphllm.cli.batch_run",
+    "graphllm.cli.bench", "graphllm.profiler", "graphllm.validation", "graphllm.models.qwen3",
+}  # fmt: skip
+
+
+def test_run_imports_no_more_than_it_uses(tmp_path: Path) -> None:
+    """Names alone: what a process imports, it waits for at each start."""
+    model = tiny_models.write_llama(tmp_path / "tiny.gguf", tiny_models.llama_weights())
+    words = ["run", str(model), "--device", "reference", "-p", "hello", "-n", "1", "--temp", "0"]
+    done = subprocess.run([sys.executable, "-c", RUN, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    modules = set(done.stderr.splitlines()[-1].split())
+    assert "graphllm.backends.cpu.kernels.linear" in modules
+    assert not modules & UNUSED, sorted(modules & UNUSED)
+    assert len([name for name in modules if name.startswith("graphllm")]) < 220

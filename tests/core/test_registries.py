@@ -45,6 +45,7 @@ def snapshot(names):
     }
 
 found = [backends.find(name) for name in backends.names()]
+kernels = [each.kernels for each in found]  # imports their modules
 names = [name for name in sys.modules if name == "graphllm" or name.startswith("graphllm.")]
 before = snapshot(names)
 sources = {module.file for module in MODULES}

@@ -18,6 +18,7 @@ from graphllm import tokenizer
 from graphllm.errors import ModelFileError
 from graphllm.tokenizer import Tokenizer
 from graphllm.tokenizer.edge_cases import EDGE_CASES
+from graphllm.tokenizer.sentencepiece_model import from_llama2c
 
 TEXTS = [
     text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -192,7 +193,7 @@ def test_llama2_c_pieces(tmp_path: Path) -> None:
     pieces = [sp.id_to_piece(token).replace("▁", " ").encode() for token in range(sp.vocab_size())]
     pieces[1], pieces[2] = b"\n<s>\n", b"\n</s>\n"
     scores = [sp.get_score(token) for token in range(sp.vocab_size())]
-    own = tokenizer.from_llama2c(pieces, scores, tmp_path / "tokenizer.bin")
+    own = from_llama2c(pieces, scores, tmp_path / "tokenizer.bin")
     assert (own.bos_id, own.eos_id, own.add_bos) == (1, 2, True)
     for text in TEXTS:
         assert own.encode(text) == (sp.encode(text) if text else []), text
@@ -204,7 +205,7 @@ def test_llama2_c_pieces(tmp_path: Path) -> None:
         (pieces[:-1], "values for"),
     ):
         with pytest.raises(ModelFileError, match=message) as caught:
-            tokenizer.from_llama2c(bad, scores, tmp_path / "tokenizer.bin")
+            from_llama2c(bad, scores, tmp_path / "tokenizer.bin")
         assert str(caught.value).startswith(name)
 
 

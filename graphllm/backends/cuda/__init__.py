@@ -18,9 +18,8 @@ import os
 import pkgutil
 
 from ...errors import PlacementError
-from .. import Backend, Device, Options
-from . import kernels
-from .runtime.roofline_probes import measure
+from .. import Backend, Device, Options, Progress
+from ..probe_results import ProbeResults
 
 MIN_CAPABILITY = (7, 5)  # lowest compute capability that the kernels support
 _TENSOR_CORES = (8, 0)  # lowest one whose linears of several tokens have one order of sums
@@ -57,7 +56,22 @@ def _open(options: Options) -> Device:
     return device
 
 
-BACKEND = Backend("cuda", _probe, _open, _wanted, "cuda:0", measure)
+def _measure(nbytes: int, show: Progress) -> ProbeResults:
+    from .runtime.roofline_probes import measure
+
+    return measure(nbytes, show)
+
+
+def _load() -> None:
+    """Import the modules of kernels, which register them."""
+    from . import kernels
+    from .runtime import roofline_probes  # noqa: F401  # has kernels, too
+
+    for module in pkgutil.iter_modules(kernels.__path__):
+        importlib.import_module(f"{kernels.__name__}.{module.name}")
+
+
+BACKEND = Backend("cuda", _probe, _open, _wanted, "cuda:0", _measure, _load)
 # Tensor cores and cuBLASLt multiply f16 or bf16, so products of many tokens round their activations
 # and dequantized weights to these types.
 BACKEND.half_tolerance = {
@@ -65,6 +79,3 @@ BACKEND.half_tolerance = {
     **dict.fromkeys(("expert_linear", "head_linear", "expert_gated", "expert_clamped"), 6e-3),
     **dict.fromkeys(("attention", "attention_quantise"), 2e-3),
 }
-
-for _module in pkgutil.iter_modules(kernels.__path__):  # the modules register their kernels
-    importlib.import_module(f"{kernels.__name__}.{_module.name}")

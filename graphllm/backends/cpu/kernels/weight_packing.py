@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import mmap
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from math import prod
 from typing import Any
@@ -142,8 +141,15 @@ def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
         np.int64,
     )  # fmt: skip
     run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(_packer(meta.dtype.name).address)
-    with ThreadPoolExecutor(threads) as pool:  # native code: releases the GIL
-        list(pool.map(lambda thread: run(block.ctypes.data, thread, threads), range(threads)))
+    own = [
+        threading.Thread(target=run, args=(block.ctypes.data, thread, threads))
+        for thread in range(1, threads)
+    ]
+    for each in own:
+        each.start()
+    run(block.ctypes.data, 0, threads)  # native code: releases the GIL
+    for each in own:
+        each.join()
     if report.max() >= 0:
         raise bad_scale(int(report[report >= 0].min()), meta.dtype)
     return packed
