@@ -25,7 +25,7 @@ from llvmlite import binding, ir
 from op_runs import KERNELS, block_formats, run_all
 from rotation import rotated
 
-from graphllm.backends import Options
+from graphllm.backends import Options, find
 from graphllm.backends.cpu.formats import BLOCK_FORMATS, FORMATS
 from graphllm.backends.cpu.formats.encoder import BlockEncoder
 from graphllm.backends.cpu.kernels import (
@@ -131,6 +131,20 @@ def test_every_op_and_the_same_bits(target, targets):
     assert lines[: len(formats)] == digests(formats)
     wrong = lines[len(formats) :]
     assert not wrong, "\n".join([f"{len(wrong)} samples are wrong", *wrong[:8]])
+
+
+def test_refused_amx_is_off_and_reported(monkeypatch):
+    """As where a kernel or an emulator does not grant the tile registers."""
+    need("x86")
+    runtime = sys.modules[isa.__module__]
+    refuse = "the operating system refuses it (Invalid argument)"
+    monkeypatch.setattr(runtime, "target", lambda: ("sapphirerapids", ""))
+    monkeypatch.setattr(runtime, "isa", isa.__wrapped__)
+    monkeypatch.setattr(runtime, "_amx_refusal", lambda: "")
+    assert runtime.isa().amx and runtime.amx_note() == ""
+    monkeypatch.setattr(runtime, "_amx_refusal", lambda: refuse)
+    assert not runtime.isa().amx and runtime.isa().vnni
+    assert find("cpu").available()[1].endswith(f"; AMX is off: {refuse}")
 
 
 def test_without_float16_in_hardware_there_is_no_cpu_backend(kernels):
