@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import random
 import struct
@@ -127,6 +128,26 @@ def name_of(code: bytes, number: int) -> bytes:
 
 
 # ------------------------------------------------------------------------------ warm processes
+
+
+def test_no_default_argument_stands_for_a_type_of_the_compiler():
+    """It would never be replaced, so a comparison with the type would fail."""
+    lazy_numba.activate()
+    checked = 0
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("graphllm.backends.cpu"):
+            continue
+        assert not [key for key, value in vars(module).items() if type(value) is lazy_numba.Lazy]
+        for scope in (vars(module), *map(vars, filter(inspect.isclass, vars(module).values()))):
+            for function in filter(inspect.isfunction, scope.values()):
+                defaults = [
+                    *(function.__defaults__ or ()),
+                    *(function.__kwdefaults__ or {}).values(),
+                ]
+                assert not [d for d in defaults if type(d) is lazy_numba.Lazy], function
+                checked += 1
+    assert checked > 500
+
 
 WARM = """
     import sys

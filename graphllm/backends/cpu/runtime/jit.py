@@ -284,7 +284,7 @@ def set_status(typingctx, p, code):
 # ----------------------------------------------------------------------------------- bits and views
 
 
-def _bits(result: Any, cast: Callable[[Any, Any], Any], operand: Any = int64) -> Any:
+def _bits(result: Any, cast: Callable[[Any, Any], Any], operand: Any = None) -> Any:
     """Make an intrinsic that reinterprets one value."""
 
     @intrinsic
@@ -292,7 +292,7 @@ def _bits(result: Any, cast: Callable[[Any, Any], Any], operand: Any = int64) ->
         def generate(context, builder, sig, values):
             return cast(builder, values[0])
 
-        return result(operand), generate
+        return result(operand or int64), generate
 
     return reinterpret
 
