@@ -27,7 +27,7 @@ from graphllm.backends.cpu.runtime import probe_kernels
 from graphllm.backends.cpu.runtime.argument_block import argument_reader
 from graphllm.backends.cpu.runtime.isa import isa
 from graphllm.backends.cpu.runtime.jit import i64s, kernel
-from graphllm.backends.cpu.runtime.roofline_probes import OPERATIONS, probe_program
+from graphllm.backends.cpu.runtime.roofline_probes import probe_program
 from graphllm.graph.dtype import dtype
 from graphllm.profiler import kernel_probes
 
@@ -92,7 +92,7 @@ def main() -> int:
         tries["clock"] = lambda: CYCLES * ITERATIONS / ran(run)
     for kind in chains:
         code, work = probe_kernels.multiply_add(kind)
-        iterations = OPERATIONS // work
+        iterations = chains[kind].iterations
         block = probe_kernels.MultiplyArgs(area.ctypes.data, iterations)
         each = probe_program(code, 1, area, block)
         tries[f"peak {kind}"] = lambda each=each, work=work * iterations: work / ran(each)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -278,16 +277,24 @@ class Backend:
         self.name, self.memory = name, memory
         self.probe, self.expected = probe, expected
         self.open_device, self.measure = open_device, measure
-        self._load = load
+        self._load, self._loaded = load, False
+        self._kernels: dict[str, list[Kernel]] = {}
         self.half_tolerance: Mapping[str, float] = {}
 
-    @cached_property
+    @property
     def kernels(self) -> dict[str, list[Kernel]]:
-        """Registered kernels by op."""
-        found: dict[str, list[Kernel]] = {}
-        self.__dict__["kernels"] = found  # the modules register in it
-        self._load()
-        return found
+        """Registered kernels by op; at its first use the modules that register them are imported.
+
+        Registering uses none of it, as a module of kernels may be the first one that is imported.
+        """
+        if not self._loaded:
+            self._loaded = True
+            try:
+                self._load()
+            except BaseException:
+                self._loaded = False
+                raise
+        return self._kernels
 
     def available(self) -> tuple[bool, str]:
         """Return (usable, description or the reason why it is not usable)."""
@@ -321,8 +328,8 @@ class Backend:
             kernel = Kernel(
                 self.name, op, name or build.__name__, build, allowed, layout or {}, **rules
             )
-            others = [k for k in self.kernels.get(op, ()) if k.name != kernel.name]
-            self.kernels[op] = [*others, kernel]
+            others = [k for k in self._kernels.get(op, ()) if k.name != kernel.name]
+            self._kernels[op] = [*others, kernel]
             return build
 
         return register

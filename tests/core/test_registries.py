@@ -45,6 +45,7 @@ def snapshot(names):
     }
 
 found = [backends.find(name) for name in backends.names()]
+[each.kernels for each in found]  # their modules are imported at the first use
 kernels = [each.kernels for each in found]  # imports their modules
 names = [name for name in sys.modules if name == "graphllm" or name.startswith("graphllm.")]
 before = snapshot(names)

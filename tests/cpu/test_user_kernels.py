@@ -5,11 +5,13 @@ Run as a script it prints the errors of all samples, for the processor that Numb
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +22,9 @@ from op_runs import run_all
 
 from graphllm import ops
 from graphllm.backends import Options, cpu
+from graphllm.backends.cpu.runtime.argument_block import argument_reader, argument_words
 from graphllm.backends.cpu.runtime.isa import CPU_FEATURES, CPU_NAME, isa
+from graphllm.backends.cpu.runtime.jit import HEADER_WORDS, f32s, kernel
 from graphllm.backends.cpu.runtime.kernel_key import code_key
 from graphllm.backends.cpu.simd.math import exp32
 from graphllm.errors import GraphError, GraphllmError
@@ -76,10 +80,40 @@ def declare() -> None:
         return share * a + (float32(1) - share) * b
 
 
+class SumArgs(NamedTuple):
+    """Argument block of `weighted_sum`."""
+
+    x: int
+    out: int
+    count: int
+    factor: float
+
+
+read_sum = argument_reader(SumArgs)
+
+
+@kernel
+def weighted_sum(p, thread, threads):
+    a = read_sum(p)
+    total = float32(0)
+    for i in range(a.count):
+        total += a.factor * f32s(a.x)[i]
+    f32s(a.out)[0] = total
+
+
+def test_a_kernel_with_an_argument_block():
+    x, out = np.arange(5, dtype=np.float32), np.zeros(1, np.float32)
+    words = argument_words(SumArgs(x.ctypes.data, out.ctypes.data, 5, 0.5))
+    block = np.array([0] * HEADER_WORDS + words, np.int64)
+    run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(weighted_sum.address)
+    run(block.ctypes.data + 8 * HEADER_WORDS, 0, 1)
+    assert out[0] == 5
+
+
 @pytest.fixture
 def declared(monkeypatch):
     monkeypatch.setattr("graphllm.graph.op._REGISTRY", dict(ops.registry()))
-    monkeypatch.setattr(cpu.BACKEND, "kernels", dict(cpu.BACKEND.kernels))
+    monkeypatch.setattr(cpu.BACKEND, "_kernels", dict(cpu.BACKEND.kernels))
     declare()
 
 

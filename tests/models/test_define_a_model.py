@@ -52,7 +52,7 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # The page declares an op, a kernel and an activation.
     monkeypatch.setattr(op, "_REGISTRY", dict(ops.registry()))
-    monkeypatch.setattr(find("cpu"), "kernels", dict(find("cpu").kernels))
+    monkeypatch.setattr(find("cpu"), "_kernels", dict(find("cpu").kernels))
     before = dict(config.ACTIVATIONS)
     commands = 0
     try:

@@ -37,6 +37,8 @@ def form_of(kind: str) -> type:
 def expected_sums(kind: str, operands: np.ndarray, iterations: int) -> int:
     """`multiply_add` in NumPy, on numbers that need no rounding."""
     chain, form = probe_kernels.multiply_add_loops()[kind], form_of(kind)
+    if chain.tiles:
+        return expected_tiles(operands, iterations)
     vectors = operands.reshape(probe_kernels.FACTOR_VECTORS, 64).view(form)
     wide = np.int64 if kind == "int8" else form
     lanes = 16 if kind == "int8" else vectors.shape[1]
@@ -51,6 +53,15 @@ def expected_sums(kind: str, operands: np.ndarray, iterations: int) -> int:
             total = total + (own * factors).reshape(lanes, -1).sum(axis=1)
         found.append(total.astype(np.int32 if kind == "int8" else form).view(np.uint8))
     return combined(np.stack(found))
+
+
+def expected_tiles(operands: np.ndarray, iterations: int) -> int:
+    """Sums of products of two tiles: left [token][column], right [column // 4][row][column % 4]."""
+    tiles = operands.reshape(2, 16, 64).astype(np.int64)
+    right = [tile.reshape(16, 16, 4).transpose(0, 2, 1).reshape(64, 16) for tile in tiles]
+    pairs = (0, 1), (0, 0), (1, 1), (1, 0)
+    found = [iterations * tiles[a] @ right[b] for a, b in pairs]
+    return combined(np.stack(found).astype(np.int32).reshape(64, 16).view(np.uint8))
 
 
 def operands(kind: str) -> np.ndarray:
@@ -71,6 +82,7 @@ def wrong() -> list[str]:
         sums = results(kernel, 2, data, data.ctypes.data, ITERATIONS)
         products = chain.sums * chain.owns * chain.factors
         each = 64 // np.dtype(form_of(kind)).itemsize  # multiply-adds
+        each = 16 * 16 * 64 if chain.tiles else each
         expected = [expected_sums(kind, data, ITERATIONS)] * 2
         if sums != expected or work != products * 2 * each:
             found.append(f"multiply_add {kind}: {sums}, not {expected}; {work} operations")

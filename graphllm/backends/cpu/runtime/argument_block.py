@@ -28,7 +28,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from .jit import _low_f32, _word, f32_bits
-from .lazy_numba import float32, int64, intrinsic, types
+from .lazy_numba import float32, int64, intrinsic, lazy, resolved, types
 
 
 @cache
@@ -45,6 +45,14 @@ def argument_reader(block: type) -> Any:
     """
     floats = _floats(block)
 
+    def make() -> Any:
+        if any(floats):
+            kinds = [float32 if is_float else int64 for is_float in floats]
+            return types.NamedTuple([resolved(kind) for kind in kinds], block)
+        return types.NamedUniTuple(resolved(int64), len(floats), block)
+
+    result = lazy(make)
+
     @intrinsic
     def read(typingctx, p):
         def generate(context, builder, sig, values):
@@ -52,10 +60,7 @@ def argument_reader(block: type) -> Any:
             fields = [_low_f32(builder, w) if f else w for w, f in zip(words, floats)]
             return context.make_tuple(builder, sig.return_type, fields)
 
-        if any(floats):
-            kinds = [float32 if is_float else int64 for is_float in floats]
-            return types.NamedTuple(kinds, block)(int64), generate
-        return types.NamedUniTuple(int64, len(floats), block)(int64), generate
+        return result(int64), generate
 
     return read
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..formats import FORMATS
+from ..simd import amx
 from ..simd.emitter import F32S, I32S, I64, VECTOR, Emitter, Value
 from ..simd.vectors import vector
 from .argument_block import argument_reader
@@ -147,6 +148,7 @@ class MultiplyAddLoop:
         factors: vectors that an iteration loads.
         fused: whether product and sum are one instruction, so that all sums may use the same
             vectors. Otherwise the compiler would compute their product only once.
+        tiles: sums are the four tiles of products of two tiles with two others.
     """
 
     form: Any
@@ -156,6 +158,7 @@ class MultiplyAddLoop:
     owns: int = 1
     factors: int = 1
     fused: bool = True
+    tiles: bool = False
 
     @property
     def sets(self) -> int:
@@ -166,6 +169,11 @@ class MultiplyAddLoop:
     def operations_per_iteration(self) -> int:
         """Operations of one iteration."""
         return self.operations * self.sums * self.owns * self.factors
+
+    @property
+    def iterations(self) -> int:
+        """Iterations that take about 50 us, which the start of a run does not distort."""
+        return (1 << 28 if self.tiles else 1 << 25) // self.operations_per_iteration
 
 
 def multiply_add_loops(target: ISA | None = None) -> dict[str, MultiplyAddLoop]:
@@ -179,7 +187,10 @@ def multiply_add_loops(target: ISA | None = None) -> dict[str, MultiplyAddLoop]:
     found = {"f32": MultiplyAddLoop(F32S, 2 * 16, name, sums, fused=fused)}
     if target.fp16:
         found["f16"] = MultiplyAddLoop(_HALVES, 2 * 32, "fused, which no kernel here uses", sums)
-    if target.vnni:
+    if target.amx:
+        operations = 2 * amx.TILE_ROWS * 16 * VECTOR
+        found["int8"] = MultiplyAddLoop(I32S, operations, "tdpbssd", 4, tiles=True)
+    elif target.vnni:
         found["int8"] = MultiplyAddLoop(I32S, 2 * 64, "vpdpbusd", sums)
     elif target.avx2:
         # Products are added in int16 first: up to 43 of q2_k's, which are the smallest.
@@ -215,6 +226,8 @@ def emit_multiply_add(e: Emitter, kind: str, operands: Value, iterations: Value)
     Sum i starts as vector i. Returns an int64 that depends on all sums.
     """
     chain = multiply_add_loops(e.isa)[kind]
+    if chain.tiles:
+        return _emit_tile_products(e, operands, iterations)
     first = [e.load(operands, chain.form, i * VECTOR) for i in range(max(8, chain.sums))]
     totals = [e.variable(first[i]) for i in range(chain.sums)]
     with e.loop(iterations) as loop:
@@ -227,6 +240,30 @@ def emit_multiply_add(e: Emitter, kind: str, operands: Value, iterations: Value)
             owns = first[begin : begin + chain.owns]
             e.set(total, _plus(e, kind, e.get(total), owns, factors))
     return _xor_lanes(e, [e.get(total) for total in totals])
+
+
+def _emit_tile_products(e: Emitter, operands: Value, iterations: Value) -> Value:
+    """Emit the loop of AMX: products of two tiles at ``operands`` with each other and themselves.
+
+    There are four tiles of sums, which hide the latency of a product.
+    """
+    shape = amx.TileShape(amx.TILE_ROWS, VECTOR)
+    sums, left, right = (0, 1, 2, 3), (4, 5), (6, 7)
+    amx.configure(e, [shape] * 8)
+    for tile in sums:
+        amx.zero(e, tile)
+    for i in range(2):
+        amx.load(e, left[i], operands if i == 0 else e.at(operands, amx.TILE_BYTES))
+        amx.load(e, right[i], e.at(operands, amx.TILE_BYTES) if i == 0 else operands)
+    with e.loop(iterations):
+        for tile in sums:
+            amx.dot(e, tile, left[tile // 2], right[tile % 2], unsigned=False)
+    found = e.stack_buffer(len(sums) * amx.TILE_BYTES)
+    for tile in sums:
+        amx.store(e, tile, e.at(found, tile * amx.TILE_BYTES))
+    amx.release(e)
+    rows = range(len(sums) * amx.TILE_ROWS)
+    return _xor_lanes(e, [e.load(found, offset=VECTOR * row) for row in rows])
 
 
 class MultiplyArgs(NamedTuple):

@@ -32,7 +32,6 @@ ROUNDS, SECONDS = 5, 0.1  # a probe is repeated at least so often, and at least 
 _WIDTH = 4096  # columns of the matrix
 _UNIT = 4 * _WIDTH * 16  # the size of the buffer is a multiple of it, for all probes
 _CACHE_BYTES = 64 << 20  # bytes that a thread reads from a cache in a round
-OPERATIONS = 1 << 25  # of a thread in a round of multiply-adds: less than a millisecond
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 Run = Callable[[TimestampLog | None], None]
@@ -145,11 +144,10 @@ def _probes(area: np.ndarray, threads: int) -> Iterator[Probe]:
             block = CacheArgs(start, nbytes, times)
             make = partial(probe_program, probe_kernels.read_cached, threads, area, block)
             yield Probe("caches", name, nbytes * times * threads, make)
-    for kind in probe_kernels.multiply_add_loops():
+    for kind, loop in probe_kernels.multiply_add_loops().items():
         kernel, operations = probe_kernels.multiply_add(kind)
-        iterations = OPERATIONS // operations
-        make = partial(probe_program, kernel, threads, area, MultiplyArgs(start, iterations))
-        yield Probe("peaks", kind, operations * iterations * threads, make)
+        make = partial(probe_program, kernel, threads, area, MultiplyArgs(start, loop.iterations))
+        yield Probe("peaks", kind, operations * loop.iterations * threads, make)
 
 
 def measure(nbytes: int, show: Callable[[str, int, int], None]) -> ProbeResults:
