@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
 
-from graphllm.backends.cpu.runtime import jit
+from graphllm.backends.cpu.runtime import jit, parallel_compiler
 from graphllm.backends.cpu.runtime.jit import HEADER_WORDS, Kernel, args, i64s
 from graphllm.backends.cpu.runtime.parallel_compiler import compile_kernels
 from graphllm.errors import GraphllmError
@@ -80,6 +82,26 @@ def test_what_a_child_leaves_is_compiled_here(compiled_here, monkeypatch):
     assert len(compiled_here) == 4
 
 
+def test_a_thread_that_compiles_does_not_block_the_children(compiled_here, monkeypatch):
+    """It holds the lock of the compiler while they are forked."""
+    monkeypatch.setattr(parallel_compiler, "_PATIENCE_S", 20.0)
+    jit.prepare_compiler()
+    held = threading.Event()
+
+    def hold():
+        with jit._lock:
+            held.set()
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    kernels, start = [made(600 + i) for i in range(12)], time.monotonic()
+    compile_kernels(kernels, 2, lambda done, total: None)
+    thread.join()
+    assert len(compiled_here) < len(kernels) and time.monotonic() - start < 20
+
+
 def test_without_a_cache_all_are_compiled_here(compiled_here, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GRAPHLLM_CACHE", str(tmp_path / "file"))
@@ -97,14 +119,12 @@ def test_an_error_is_raised_here(compiled_here):
 
 
 def test_a_child_that_hangs_is_ended(compiled_here, monkeypatch):
-    from graphllm.backends.cpu.runtime import parallel_compiler
-
     monkeypatch.setattr(parallel_compiler, "_PATIENCE_S", 0.2)
     parent, compile_one = os.getpid(), Kernel.compile
 
     def only_here(kernel):
         if os.getpid() != parent:
-            jit.time.sleep(60)
+            time.sleep(60)
         compile_one(kernel)
 
     monkeypatch.setattr(Kernel, "compile", only_here)

@@ -22,7 +22,8 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,15 @@ def prepare_compiler() -> None:
     from .compiler import prepare
 
     prepare()
+
+
+@contextmanager
+def compiler_locks() -> Iterator[None]:
+    """Wait until no other thread loads or compiles, and keep it so."""
+    from numba.core.compiler_lock import global_compiler_lock
+
+    with _lock, global_compiler_lock:
+        yield
 
 
 def _code_key(function: Callable[..., Any]) -> str:

@@ -13,8 +13,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
-from .jit import Kernel, prepare_compiler
+from .jit import Kernel, compiler_locks, prepare_compiler
 
 _PATIENCE_S = 120.0  # a child that waits longer for a lock of another thread is ended
 _POLL_S = 0.005
@@ -70,13 +71,17 @@ def _numbers(reader: int) -> Iterator[int]:
 
 def _fork(kernels: Sequence[Kernel], reader: int) -> int:
     """Start a child that compiles kernels until there are no more; returns its process id."""
-    with warnings.catch_warnings():
-        # Python 3.12 warns of other threads, whose locks stay locked in the child. It uses those of
-        # the compiler and of the cache only.
+    with compiler_locks(), warnings.catch_warnings():
+        # Python 3.12 warns of other threads, whose locks stay locked in the child. Those that it
+        # needs belong to this thread now, and so to the child's.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
-    if pid:
-        return pid
+        if pid == 0:
+            _compile_and_exit(kernels, reader)
+    return pid
+
+
+def _compile_and_exit(kernels: Sequence[Kernel], reader: int) -> NoReturn:
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         for number in _numbers(reader):
