@@ -50,6 +50,8 @@ def tile_shape(name: str, floating: bool) -> tuple[int, int]:
     """
     if isa().avx512 and (floating or not FORMATS[name].signed(isa())):
         return 3, 4
+    if isa().avx2 and not isa().avx512 and floating:
+        return 1, 6
     return 1, 8 if isa().avx512 else 4 if isa().avx2 or not isa().x86 else 2
 
 
@@ -77,6 +79,7 @@ def wide_groups(groups, threads):
 @helper
 def tokens_per_pass(tokens, tile_tokens, most):
     """Tokens per pass: equal parts of at most ``most``, in whole tiles; at least one tile."""
+    most = most // tile_tokens * tile_tokens
     passes = max(tokens + most - 1, most) // most
     each = max(1, (tokens + passes - 1) // passes)
     return (each + tile_tokens - 1) // tile_tokens * tile_tokens

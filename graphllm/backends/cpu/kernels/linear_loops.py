@@ -46,34 +46,33 @@ def no_gemv(w, g, x, k, c):
 
 
 def _token_tiles(groups: int, tokens: int, make_tile: Callable[[int], Any]) -> Any:
-    """Make a helper that goes over ``count`` tokens in tiles of ``tokens``, then of half as many.
+    """Make a helper that goes over ``count`` tokens in tiles of ``tokens`` and smaller ones.
 
+    Small tiles come first, until whole large ones remain: any even number of tokens from 4 on is a
+    sum of tiles of 4 and 6.
     ``make_tile(tokens)`` makes ``tile(left, panel, size, x, rows, at, k, c, ahead, step, lines)``
     for ``size`` blocks from column ``at`` on, of ``k``; for the other arguments see
     `linear_microkernels`. All tiles together prefetch ``nbytes`` of each group from ``ahead`` on,
     spread evenly, as the loop of a tile has ``loops`` iterations: memory is read while the
     processor multiplies.
     """
-    half, token_bytes = tokens // 2, groups * 4 * GROUP_ROWS
-    large, small = make_tile(tokens), make_tile(half)
+    few, token_bytes = 4 if tokens == 6 else tokens // 2, groups * 4 * GROUP_ROWS
+    large, small = make_tile(tokens), make_tile(few)
 
     @helper
     def run(panel, size, x, rows, at, k, c, count, ahead, step, nbytes, loops):
         iterations = (count + tokens - 1) // tokens * loops
         lines, t = (nbytes // VECTOR + iterations - 1) // iterations, 0
-        while t + half < count:  # a large tile that is not full costs less than two small ones
-            large(
-                count - t, panel, size, x, rows + 8 * t, at, k, c + t * token_bytes, ahead, step,
-                lines,
-            )  # fmt: skip
+        while t < count:
+            left, at_x, to = count - t, rows + 8 * t, c + t * token_bytes
+            if (left - 1) % tokens < few:  # a tile that is not full costs less than two small ones
+                small(left, panel, size, x, at_x, at, k, to, ahead, step, lines)
+                t += few
+            else:
+                large(left, panel, size, x, at_x, at, k, to, ahead, step, lines)
+                t += tokens
             ahead, nbytes = ahead + lines * loops * VECTOR, nbytes - lines * loops * VECTOR
             lines = lines if nbytes > 0 else 0
-            t += tokens
-        if t < count:
-            small(
-                count - t, panel, size, x, rows + 8 * t, at, k, c + t * token_bytes, ahead, step,
-                lines,
-            )  # fmt: skip
 
     return run
 
