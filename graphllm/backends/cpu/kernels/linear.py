@@ -25,6 +25,7 @@ from ..simd.emitter import VECTOR
 from .linear_loops import (
     GROUP_RESULTS,
     GROUP_ROWS,
+    NEVER,
     PAIR_GROUPS,
     PASS_TOKENS,
     WIDE_GROUPS,
@@ -72,8 +73,17 @@ def wide_tokens(tokens, least, unit, tail):
 
 @helper
 def wide_groups(groups, threads):
-    """Groups that share a chunk of gathered activations; fewer if threads would have no work."""
-    return max(PAIR_GROUPS, min(WIDE_GROUPS, groups // threads // PAIR_GROUPS * PAIR_GROUPS))
+    """Groups that share a chunk of gathered activations: many, yet so that threads end together.
+
+    Gathering a chunk is counted as half of a group's work.
+    """
+    best, least = PAIR_GROUPS, NEVER
+    for by in range(PAIR_GROUPS, WIDE_GROUPS + 1, PAIR_GROUPS):
+        chunks = (groups + by - 1) // by
+        time = (chunks + threads - 1) // threads * (2 * by + 1)
+        if time <= least:
+            best, least = by, time
+    return best
 
 
 @helper

@@ -284,6 +284,6 @@ def make_wide_loops(name: str, floating: bool) -> WideLoops:
     return WideLoops(gemm, space_bytes, least, PAIR_TOKENS, least)
 
 
-__all__ = ["GROUP_RESULTS", "GROUP_ROWS", "PAIR_GROUPS", "PAIR_TOKENS", "PASS_TOKENS",
+__all__ = ["GROUP_RESULTS", "GROUP_ROWS", "NEVER", "PAIR_GROUPS", "PAIR_TOKENS", "PASS_TOKENS",
            "WIDE_GROUPS", "WIDE_TOKENS", "WideLoops", "make_loops", "make_wide_loops", "no_gemv",
            "zero_results"]  # fmt: skip
