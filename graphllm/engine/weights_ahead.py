@@ -31,7 +31,6 @@ def weights_ahead(executor: Executor, plan: Plan) -> Iterator[None]:
     thread.start()
     try:
         yield
-        stop.set()
-        thread.join()
     finally:
-        stop.set()  # an error is raised without waiting
+        stop.set()
+    thread.join()  # not after an error, which is raised without waiting

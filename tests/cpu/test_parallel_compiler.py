@@ -53,6 +53,18 @@ def compiled_here(tmp_path, monkeypatch):
     return here
 
 
+def in_children(monkeypatch, action):
+    """Let children call ``action`` before they compile a kernel."""
+    parent, compile_one = os.getpid(), Kernel.compile
+
+    def compile_or_act(kernel):
+        if os.getpid() != parent:
+            action()
+        compile_one(kernel)
+
+    monkeypatch.setattr(Kernel, "compile", compile_or_act)
+
+
 def test_children_share_the_work(compiled_here, monkeypatch):
     fork, children = os.fork, []
     monkeypatch.setattr(os, "fork", lambda: children.append(fork()) or children[-1])
@@ -68,14 +80,7 @@ def test_children_share_the_work(compiled_here, monkeypatch):
 
 
 def test_what_a_child_leaves_is_compiled_here(compiled_here, monkeypatch):
-    parent, compile_one = os.getpid(), Kernel.compile
-
-    def only_here(kernel):
-        if os.getpid() != parent:
-            os._exit(1)
-        compile_one(kernel)
-
-    monkeypatch.setattr(Kernel, "compile", only_here)
+    in_children(monkeypatch, lambda: os._exit(1))
     kernels = [made(200 + i) for i in range(4)]
     compile_kernels(kernels, 2, lambda done, total: None)
     assert [stored(kernel) for kernel in kernels] == [200, 201, 202, 203]
@@ -84,7 +89,7 @@ def test_what_a_child_leaves_is_compiled_here(compiled_here, monkeypatch):
 
 def test_a_thread_that_compiles_does_not_block_the_children(compiled_here, monkeypatch):
     """It holds the lock of the compiler while they are forked."""
-    monkeypatch.setattr(parallel_compiler, "_PATIENCE_S", 20.0)
+    monkeypatch.setattr(parallel_compiler, "_CHILD_TIMEOUT_S", 20.0)
     jit.prepare_compiler()
     held = threading.Event()
 
@@ -119,15 +124,8 @@ def test_an_error_is_raised_here(compiled_here):
 
 
 def test_a_child_that_hangs_is_ended(compiled_here, monkeypatch):
-    monkeypatch.setattr(parallel_compiler, "_PATIENCE_S", 0.2)
-    parent, compile_one = os.getpid(), Kernel.compile
-
-    def only_here(kernel):
-        if os.getpid() != parent:
-            time.sleep(60)
-        compile_one(kernel)
-
-    monkeypatch.setattr(Kernel, "compile", only_here)
+    monkeypatch.setattr(parallel_compiler, "_CHILD_TIMEOUT_S", 0.2)
+    in_children(monkeypatch, lambda: time.sleep(60))
     kernels = [made(500 + i) for i in range(3)]
     compile_kernels(kernels, 2, lambda done, total: None)
     assert [stored(kernel) for kernel in kernels] == [500, 501, 502]

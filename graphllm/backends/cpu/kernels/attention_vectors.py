@@ -15,7 +15,7 @@ from typing import Any
 
 from ....graph.dtype import DTYPES
 from ..runtime.isa import isa
-from ..runtime.lazy_numba import cgutils, int64, intrinsic, ir, resolved, types
+from ..runtime.lazy_numba import cgutils, int64, intrinsic, ir, resolve, types
 from ..simd.emitter import F16, F32, F32S, I8, I32S, I64, LANES, Emitter, Value
 
 SPLIT_KEYS = 256  # keys of a split, the unit of the online softmax
@@ -90,7 +90,7 @@ class ElementReader:
 
         Memory beyond them is not read, as it may hold NaN.
         """
-        element = resolved(self.element)
+        element = resolve(self.element)
         kind = ir.VectorType(element, self.unit)
         place = cgutils.alloca_once(e.b, kind)
         e.b.store(ir.Constant(kind, None), place)

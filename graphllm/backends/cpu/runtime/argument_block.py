@@ -28,7 +28,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from .jit import _low_f32, _word, f32_bits
-from .lazy_numba import float32, int64, intrinsic, lazy, resolved, types
+from .lazy_numba import float32, int64, intrinsic, lazy, resolve, types
 
 
 @cache
@@ -48,8 +48,8 @@ def argument_reader(block: type) -> Any:
     def make() -> Any:
         if any(floats):
             kinds = [float32 if is_float else int64 for is_float in floats]
-            return types.NamedTuple([resolved(kind) for kind in kinds], block)
-        return types.NamedUniTuple(resolved(int64), len(floats), block)
+            return types.NamedTuple([resolve(kind) for kind in kinds], block)
+        return types.NamedUniTuple(resolve(int64), len(floats), block)
 
     result = lazy(make)
 

@@ -82,13 +82,13 @@ def performance_cores(cpus: Path = _CPUS) -> int:
     """
     try:
         allowed = os.sched_getaffinity(0)
-        fast = _listed(cpus.parents[1] / "cpu_core" / "cpus") or _most_capable(cpus)
+        fast = _read_cpu_list(cpus.parents[1] / "cpu_core" / "cpus") or _fastest_cores(cpus)
     except (AttributeError, OSError, ValueError):  # not on this system
         return usable_cores()
     return min(usable_cores(), len(allowed & fast) or usable_cores())
 
 
-def _listed(file: Path) -> set[int]:
+def _read_cpu_list(file: Path) -> set[int]:
     """Numbers of a list such as 0-7,16; none without the file."""
     if not file.exists():
         return set()
@@ -99,7 +99,7 @@ def _listed(file: Path) -> set[int]:
     return found
 
 
-def _most_capable(cpus: Path) -> set[int]:
+def _fastest_cores(cpus: Path) -> set[int]:
     """Numbers of the cores whose capacity is near that of the fastest one."""
     capacity = {
         int(path.parent.name[3:]): int(path.read_text()) for path in cpus.glob("cpu*/cpu_capacity")

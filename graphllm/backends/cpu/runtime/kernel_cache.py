@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ....cache import CacheFile
 from .isa import compiler_version, isa, target
-from .machine_code import Function, MachineCode, is_loaded_here, is_supported
+from .machine_code import Function, MachineCode, has_loader
 
 _CPU = Path(__file__).resolve().parents[1]
 _SOURCES = (_CPU, _CPU.parents[1] / "formats")  # kernels are made from both
@@ -86,11 +86,9 @@ def load_machine_code(code: bytes, symbol: str) -> tuple[int, list[Function]]:
 
     Raises ValueError or OSError if it is damaged or cannot be loaded.
     """
-    if is_supported(code):
+    if has_loader():
         loaded = MachineCode(code)
         return loaded.address(symbol), list(loaded.functions())
-    if is_loaded_here():
-        raise ValueError("its code is no object file")
     from .compiler import load_object
 
     address = load_object(code, symbol)

@@ -75,22 +75,22 @@ def activate() -> None:
         _active = True
         for name, module in list(sys.modules.items()):
             if name.startswith(_PACKAGE):
-                _resolve(vars(module))
+                _resolve_names(vars(module))
         for function in _functions:
             _resolve_closure(function)
         _functions.clear()
 
 
-def _resolve(names: dict[str, Any]) -> None:
+def _resolve_names(names: dict[str, Any]) -> None:
     names.update({k: v.get() for k, v in names.items() if isinstance(v, Lazy)})
 
 
 def _resolve_closure(function: Any) -> None:
     for cell in function.__closure__ or ():
-        cell.cell_contents = resolved(cell.cell_contents)
+        cell.cell_contents = resolve(cell.cell_contents)
 
 
-def resolved(value: Any) -> Any:
+def resolve(value: Any) -> Any:
     """Return what ``value`` stands for: itself unless it is lazy."""
     return value.get() if isinstance(value, Lazy) else value
 
@@ -114,7 +114,7 @@ def register(function: Any) -> None:
     """Prepare a function for a later compilation; those of other packages use Numba at once."""
     if not is_own(function):
         activate()
-        _resolve(function.__globals__)
+        _resolve_names(function.__globals__)
     if _active:
         _resolve_closure(function)
     else:

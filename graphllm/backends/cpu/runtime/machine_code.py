@@ -27,7 +27,7 @@ _SYMTAB, _RELA, _NOBITS = 2, 4, 8  # section types
 _WRITE, _ALLOC = 1, 2  # section flags
 _FUNCTION, _GLOBAL = 2, 1  # symbol type and binding
 _RESERVED = 0xFF00  # section numbers from here on have a meaning of their own
-_LARGEST = 64 << 20  # bytes of a kernel in memory
+_MAX_BYTES = 64 << 20  # bytes of a kernel in memory
 
 
 class _Section(NamedTuple):
@@ -74,8 +74,9 @@ class MachineCode:
         self._code = code
         self._read_header()
         self._place()
-        for section in self._relocations():
-            self._relocate(section)
+        for section in self._sections:
+            if section.kind == _RELA and section.info in self._offsets:
+                self._relocate(section)
         self._protect()
 
     def address(self, name: str) -> int:
@@ -101,8 +102,9 @@ class MachineCode:
             raise ValueError("it is truncated") from None
 
     def _read_header(self) -> None:
-        if not is_supported(self._code):
-            raise ValueError("its code is no ELF file for this machine")
+        kind = struct.pack("<HH", _RELOCATABLE, _machine())
+        if self._code[:7] != _ELF or self._code[16:20] != kind:
+            raise ValueError("its code is no object file for this machine")
         (table,) = self._unpack("<Q", 0x28)
         size, count, names = self._unpack("<HHH", 0x3A)
         if size != 64:
@@ -112,7 +114,7 @@ class MachineCode:
         ]
         for each in self._sections:
             end = each.offset if each.kind == _NOBITS else each.offset + each.nbytes
-            if end > len(self._code) or each.nbytes > _LARGEST:
+            if end > len(self._code) or each.nbytes > _MAX_BYTES:
                 raise ValueError("a section lies outside the file")
         if names >= count:
             raise ValueError("its sections have no names")
@@ -157,20 +159,14 @@ class MachineCode:
                 end = self._reserve_veneers(end)
             end = _align(end, mmap.PAGESIZE)
             self._read_only = self._read_only or end
-        if not 0 < end <= _LARGEST:
+        if not 0 < end <= _MAX_BYTES:
             raise ValueError(f"it takes {end} bytes of memory")
-        self._start, self._nbytes = _map(end), end
+        self._start = _map(end)
         for number, offset in self._offsets.items():
             section = self._sections[number]
             if section.kind != _NOBITS:
                 data = self._code[section.offset : section.offset + section.nbytes]
                 ctypes.memmove(self._start + offset, data, len(data))
-
-    def _relocations(self) -> Iterator[_Section]:
-        """The tables of relocations of sections in memory."""
-        for section in self._sections:
-            if section.kind == _RELA and section.info in self._offsets:
-                yield section
 
     def _reserve_veneers(self, end: int) -> int:
         """Reserve memory from offset ``end`` on for jumps to functions of other libraries, which
@@ -226,18 +222,13 @@ class MachineCode:
             raise OSError(ctypes.get_errno(), "machine code cannot be made executable")
 
 
-def is_supported(code: bytes) -> bool:
-    """Whether the bytes are an object file that `MachineCode` loads on this machine."""
-    return code[:7] == _ELF and code[16:20] == struct.pack("<HH", _RELOCATABLE, _machine())
-
-
 @cache
 def _machine() -> int:
     """ELF's number of this machine; 0 for machines whose code LLVM loads."""
     return _MACHINES.get(platform.machine(), 0) if sys.platform == "linux" else 0
 
 
-def is_loaded_here() -> bool:
+def has_loader() -> bool:
     """Whether `MachineCode` loads the kernels of this machine."""
     return _machine() != 0
 

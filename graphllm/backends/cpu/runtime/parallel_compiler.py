@@ -17,9 +17,9 @@ from typing import NoReturn
 
 from .jit import Kernel, compiler_locks, prepare_compiler
 
-_PATIENCE_S = 120.0  # a child that waits longer for a lock of another thread is ended
+_CHILD_TIMEOUT_S = 120.0  # a child that waits longer for a lock of another thread is ended
 _POLL_S = 0.005
-_MOST = 8  # processes; more of them gain little, and each takes 100 MB
+_MAX_PROCESSES = 8  # processes; more of them gain little, and each takes 100 MB
 
 
 def compile_kernels(
@@ -29,10 +29,10 @@ def compile_kernels(
 
     ``show`` is called with (kernels done, all kernels).
     """
-    processes = min(processes, len(kernels), _MOST)
+    processes = min(processes, len(kernels), _MAX_PROCESSES)
     if processes > 1 and sys.platform == "linux":
         prepare_compiler()  # once, before there are several processes
-        _share(kernels[:256], processes, show)
+        _compile_in_processes(kernels[:256], processes, show)
     for done, kernel in enumerate(kernels):
         if not kernel.compiled and not kernel.load():
             show(done, len(kernels))
@@ -40,7 +40,9 @@ def compile_kernels(
     show(len(kernels), len(kernels))
 
 
-def _share(kernels: Sequence[Kernel], processes: int, show: Callable[[int, int], None]) -> None:
+def _compile_in_processes(
+    kernels: Sequence[Kernel], processes: int, show: Callable[[int, int], None]
+) -> None:
     """Compile kernels in this process and its children; each takes the next from a pipe."""
     reader, writer = os.pipe()
     os.write(writer, bytes(range(len(kernels))))
@@ -52,7 +54,7 @@ def _share(kernels: Sequence[Kernel], processes: int, show: Callable[[int, int],
         for number in _numbers(reader):
             show(number, len(kernels))
             kernels[number].compile()
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _CHILD_TIMEOUT_S
         while children and time.monotonic() < deadline:
             children = [pid for pid in children if os.waitpid(pid, os.WNOHANG)[0] == 0]
             time.sleep(_POLL_S)
