@@ -23,6 +23,7 @@ from .block_manager import BlockManager
 from .evaluation import Evaluation
 from .finite_check import non_finite_error
 from .generation import Delivery, Generation, Prefilled, Sampled
+from .packed_evaluation import PackedEvaluation
 from .prompt_logprobs import prompt_outputs
 from .request import Sampling
 from .runner import Runner
@@ -368,6 +369,12 @@ class Engine:
         finally:
             made.release()
             self.batcher.reset()
+
+    def packed_evaluation(self) -> PackedEvaluation:
+        """Compute many sequences, as `evaluation` does one. The caller holds the lock."""
+        self.settle()
+        self.batcher.reset()
+        return PackedEvaluation(self._runner, self._bidirectional_prefix, self.batcher.make_room)
 
     def cached_tokens(self, tokens: Sequence[int]) -> int:
         """Return how many tokens of a prompt a request would find in the cache now."""

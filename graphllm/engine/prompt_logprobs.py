@@ -17,13 +17,14 @@ from ..model.batch import Limits
 from ..runtime.executor import Executor
 from .step_result import StepResult, TokenLogprobs
 
-_OUTPUTS = ("prompt.logprobs", "prompt.top_ids", "prompt.top_logprobs")
+LOGITS, LOGPROBS = "prompt.logits", "prompt.logprobs"  # outputs, see `prompt_outputs`
+_OUTPUTS = (LOGPROBS, "prompt.top_ids", "prompt.top_logprobs")  # of `prompt_plan`
 
 
 def prompt_outputs(
     head: Callable[[Tensor], Tensor], width: int, vocab: int, limits: Limits
 ) -> dict[str, Tensor]:
-    """Return the outputs of the log-probabilities by name.
+    """Return the outputs of the log-probabilities by name, and the logits that they are made from.
 
     Args:
         head: computes logits [P, vocab] from hidden states [P, width].
@@ -39,7 +40,7 @@ def prompt_outputs(
         top_ids,
         ops.logprobs(logits, top_ids),
     )
-    return dict(zip(_OUTPUTS, found))
+    return {LOGITS: logits, **dict(zip(_OUTPUTS, found))}
 
 
 def prompt_plan(executor: Executor, outputs: Mapping[str, Tensor]) -> Plan:
