@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +17,7 @@ from ..arguments import (
     function,
     invalid_argument,
     mapping,
+    path,
     texts,
 )
 from ..engine.engine import PrefillCallback
@@ -29,8 +30,12 @@ from .prompts import Prompt, check_one_sample, parse_prompt, parse_prompts
 from .text_generator import TextGenerator
 
 if TYPE_CHECKING:
+    import os
+
     from ..chat import Conversation, Message
     from ..profiler.profile import Profile
+    from ..quality.divergence_report import Divergence
+    from ..quality.perplexity import Perplexity
 
 
 class LLM(TextGenerator):
@@ -143,6 +148,84 @@ class LLM(TextGenerator):
         ids = self.encode(found) if isinstance(found, str) else found
         self.check_ids(ids)
         return ids
+
+    # -- quality
+    def perplexity(
+        self,
+        text: Prompt,
+        context: int = 512,
+        chunks: int | None = None,
+        save_base: str | os.PathLike[str] | None = None,
+        progress: Callable[[int, int, float], None] | None = None,
+    ) -> Perplexity:
+        """Return the perplexity of a text, with the meaning of llama.cpp's perplexity tool.
+
+        The text is cut into chunks of ``context`` tokens; the tokens after the first one of the
+        second half of each chunk are predicted. No other request runs meanwhile. Load the model
+        with ``context=`` and ``max_sequences=`` such that 512 tokens or more are computed at once.
+
+        Args:
+            text: a text or token ids, at least two chunks.
+            context: tokens of a chunk, at most the context that the model was loaded with.
+            chunks: maximum number of chunks; all by default.
+            save_base: file for the log-probabilities of all tokens, see `kl_divergence`. An
+                existing file is replaced.
+            progress: called with (chunks done, chunks, perplexity so far).
+
+        Raises:
+            RequestError: invalid argument, or the file cannot be written.
+            NumericError: the logits are not finite.
+        """
+        from ..quality import perplexity as measured
+
+        rules: dict[str, Rule] = {
+            "context": Integer(measured.MIN_CONTEXT), "chunks": Optional(Integer(1)),
+            "save_base": Optional(path), "progress": Optional(function),
+        }  # fmt: skip
+        own = check(rules, {"context": context, "chunks": chunks, "save_base": save_base,
+                            "progress": progress})  # fmt: skip
+        show = own["progress"] or measured.no_progress
+        found = parse_prompt(text, "llm.perplexity")
+        parts = measured.split_text(self, found, own["context"], own["chunks"])
+        if own["save_base"] is None:
+            return measured.perplexity(self, parts, show)
+        from ..quality.kl_divergence import save_base as save
+
+        return save(self, parts, own["save_base"], show)
+
+    def kl_divergence(
+        self,
+        base: str | os.PathLike[str],
+        text: Prompt | None = None,
+        chunks: int | None = None,
+        progress: Callable[[int, int, float], None] | None = None,
+    ) -> Divergence:
+        """Compare the model with a base model, on the text that the base model was evaluated on.
+
+        Args:
+            base: file that `perplexity` wrote for the base model (``save_base``).
+            text: the text or its token ids, to check that the file was written for it.
+            chunks: maximum number of chunks; all by default.
+            progress: called with (chunks done, chunks, perplexity so far).
+
+        Raises:
+            RequestError: invalid argument; the file has another vocabulary or text.
+            ModelFileError: the file cannot be read, or is malformed.
+            NumericError: the logits are not finite.
+        """
+        from ..quality.base_file import BaseFile
+        from ..quality.kl_divergence import compare_with_base
+        from ..quality.perplexity import no_progress, split_text
+
+        rules: dict[str, Rule] = {
+            "base": path, "chunks": Optional(Integer(1)), "progress": Optional(function)
+        }  # fmt: skip
+        own = check(rules, {"base": base, "chunks": chunks, "progress": progress})
+        found = None if text is None else parse_prompt(text, "llm.kl_divergence")
+        with BaseFile(own["base"]) as file:
+            if found is not None:
+                file.check_tokens(split_text(self, found, file.context))
+            return compare_with_base(self, file, own["chunks"], own["progress"] or no_progress)
 
     # -- values and times
     def logits(self, prompt: Prompt, last: bool = False) -> np.ndarray:

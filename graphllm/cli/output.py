@@ -123,8 +123,8 @@ def write_text(text: str) -> None:
     sys.stdout.flush()
 
 
-def check_writable(path: Path) -> None:
-    """Raise OutputError if the file of ``-o`` cannot be written, before the work is done."""
+def check_writable(path: Path, flag: str = "-o") -> None:
+    """Raise OutputError if the file of ``flag`` cannot be written, before the work is done."""
     parent = path.parent
     if path.is_dir():
         code = errno.EISDIR
@@ -134,7 +134,7 @@ def check_writable(path: Path) -> None:
         code = errno.EACCES
     else:
         return
-    raise OutputError(f"-o {path}: {os.strerror(code)}")
+    raise OutputError(f"{flag} {path}: {os.strerror(code)}")
 
 
 def write_file(path: Path, text: str) -> None:

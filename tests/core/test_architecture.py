@@ -127,6 +127,7 @@ IMPORT_ORDER = (
     "chat",
     "checkpoints",  # model files: GGUF, Hugging Face directories
     "loading",
+    "quality",  # perplexity, divergence from another model
     "profiler",
     "api",
     "validation",

@@ -66,12 +66,12 @@ def gemma3_weights(seed: int = 0) -> dict[str, np.ndarray]:
     return weights
 
 
-def write_tiny(path: Path, arch: str, kind: str = "") -> Path:
+def write_tiny(path: Path, arch: str, kind: str = "", context: int = 128) -> Path:
     """A small random model of ``arch``: llama, qwen2, or gemma3 with a window of 16 in two layers
     of three."""
     if arch != "gemma3":
-        return write_llama(path, llama_weights(bias=arch == "qwen2"), arch, kind)
-    return write_llama(path, gemma3_weights(), arch, kind)
+        return write_llama(path, llama_weights(bias=arch == "qwen2"), arch, kind, context)
+    return write_llama(path, gemma3_weights(), arch, kind, context)
 
 
 NAMES = {
@@ -95,12 +95,13 @@ def _interleaved(w: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_llama(
-    path: Path, weights: dict[str, np.ndarray], arch: str = "llama", kind: str = "", **extra: float
-) -> Path:
+    path: Path, weights: dict[str, np.ndarray], arch: str = "llama", kind: str = "",
+    context: int = 128, **extra: float,
+) -> Path:  # fmt: skip
     """The weights as a GGUF file of ``arch`` (llama, qwen2 or gemma3), matrices in the block format
     ``kind`` or all as they are; ``extra`` keys are added."""
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(128)
+    writer.add_context_length(context)
     writer.add_embedding_length(DIM)
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(HIDDEN)
