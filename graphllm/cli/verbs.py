@@ -7,8 +7,8 @@ from importlib import import_module
 from .declarations import VERBS, Verb
 
 NAMES = (
-    "bench", "chat", "compare", "diff", "doctor", "inspect", "new", "perplexity", "plan", "profile",
-    "run", "tokenize", "validate",
+    "attribute", "bench", "chat", "compare", "diff", "doctor", "inspect", "new", "perplexity",
+    "plan", "profile", "run", "tokenize", "validate",
 )  # fmt: skip
 
 
