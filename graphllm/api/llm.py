@@ -161,8 +161,8 @@ class LLM(TextGenerator):
         """Return the perplexity of a text, with the meaning of llama.cpp's perplexity tool.
 
         The text is cut into chunks of ``context`` tokens; the tokens after the first one of the
-        second half of each chunk are predicted. No other request runs meanwhile. Load the model
-        with ``context=`` and ``max_sequences=`` such that 512 tokens or more are computed at once.
+        second half of each chunk are predicted. A step computes as many chunks as it has tokens for,
+        at most ``max_sequences`` of `load`. No other request runs meanwhile.
 
         Args:
             text: a text or token ids, at least two chunks.

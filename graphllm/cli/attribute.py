@@ -19,8 +19,9 @@ def attribute(
     model: Model,
     placement: PlacementOptions,
     file: Annotated[
-        Path, Option("-f", "--file", help="Text file; - reads standard input.", show_default=False)
-    ],
+        Path | None,
+        Option("-f", "--file", help="Text file; - reads standard input.", show_default=False),
+    ] = None,
     against: Annotated[
         str | None,
         Option(
@@ -54,6 +55,8 @@ def attribute(
     kind, placement.type = placement.type, None
     if (kind is None) == (against is None):
         raise RequestError("give --type FORMAT, or --against MODEL")
+    if file is None:
+        raise RequestError("-f FILE is missing: the text to measure the divergence on")
     text = read_text(None if str(file) == "-" else file)
     base = open_checkpoint(model)
     other = quantized_checkpoint(base, kind) if kind is not None else open_checkpoint(against or "")

@@ -13,6 +13,7 @@ from .sampling_options import RunSamplingOptions
 # Arguments whose flag is not in the common option groups, or has another name.
 _OTHERS = {
     "chat_template": "--chat-template",
+    "chunks": "--chunks",
     "force": "--force",
     "free": "--free",
     "max_sequences": "--parallel",

@@ -73,6 +73,10 @@ class TextOptions:
 
     def check(self) -> None:
         """Raise RequestError or OutputError if options do not fit together, or a file exists."""
+        if self.force and (self.base is None or self.compare):
+            raise RequestError("--force needs a --kl-base FILE to write")
+        if self.tasks is not None and self.tasks < 1:
+            raise RequestError(f"--hellaswag-tasks {self.tasks} must be at least 1")
         others = self.file is not None or self.base is not None or self.chunks is not None
         if self.hellaswag is not None and (others or self.compare):
             raise RequestError(

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ..arguments import Integer, Optional, Rule, check
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.mixed_weights import mixed_checkpoint
 from ..errors import RequestError, quote
@@ -22,7 +23,7 @@ from ..loading.loaded_model import LoadedModel
 from .base_file import BaseFile
 from .divergence_report import Divergence
 from .kl_divergence import compare_with_base, save_base
-from .perplexity import split_text, standard_error
+from .perplexity import MIN_CONTEXT, split_text, standard_error
 
 # Called with the number of tensors done, of all tensors, and the name of the next one.
 TensorProgress = Callable[[int, int, str], None]
@@ -106,6 +107,8 @@ def attribute(
     Raises:
         RequestError: invalid text; the models have different shapes; no tensor is smaller.
     """
+    rules: dict[str, Rule] = {"context": Integer(MIN_CONTEXT), "chunks": Optional(Integer(1))}
+    check(rules, {"context": context, "chunks": chunks})
     given = {**(options or {}), "context": context}
     with tempfile.TemporaryDirectory(prefix="graphllm-") as folder:
         path = Path(folder) / "base"
@@ -113,19 +116,22 @@ def attribute(
             save_base(llm, split_text(llm, text, context, chunks), path)
             before = _metas(llm)
 
-        def divergence(model: Checkpoint) -> tuple[Divergence, dict[str, Meta]]:
+        def measure(model: Checkpoint) -> tuple[Divergence, dict[str, Meta]]:
             with LoadedModel.load(model, **given) as llm, BaseFile(path) as file:
-                return compare_with_base(llm, file), _metas(llm)
+                metas = _metas(llm)
+                _check_shapes(before, metas)
+                return compare_with_base(llm, file), metas
 
-        whole, after = divergence(quantised)
-        saved = _saved_bytes(before, after)
+        whole, after = measure(quantised)
+        saved = {name: before[name].nbytes - after[name].nbytes for name in before}
+        saved = {name: count for name, count in saved.items() if count > 0}
         names = [name for name in saved if fnmatchcase(name, pattern)]
         if not names:
             raise RequestError(f"no tensor that matches {quote(pattern)} has fewer bytes")
         found = []
         for done, name in enumerate(names):
             progress(done, len(names), name)
-            own, _ = divergence(mixed_checkpoint(base, quantised, {name}))
+            own, _ = measure(mixed_checkpoint(base, quantised, {name}))
             types = str(before[name].dtype), str(after[name].dtype)
             error = standard_error(own.kld)
             found.append(TensorCost(name, *types, saved[name], own.mean_kld, error))
@@ -140,15 +146,11 @@ def _metas(llm: LoadedModel) -> dict[str, Meta]:
     return {name: meta for name, meta in found.items() if meta is not None}
 
 
-def _saved_bytes(before: Mapping[str, Meta], after: Mapping[str, Meta]) -> dict[str, int]:
-    """Return the bytes that each smaller tensor saves. RequestError: the shapes differ."""
-    saved = {}
-    for name, meta in before.items():
-        other = after.get(name)
-        if other is None or other.shape != meta.shape:
+def _check_shapes(base: Mapping[str, Meta], other: Mapping[str, Meta]) -> None:
+    """Raise RequestError if a weight of the base model has another shape in the other one."""
+    for name, meta in base.items():
+        found = other.get(name)
+        if found is None or found.shape != meta.shape:
             raise RequestError(
-                f"the models differ: {quote(name)} is {meta} in the base and {other} in the other"
+                f"the models differ: {quote(name)} is {meta} in the base and {found} in the other"
             )
-        if other.nbytes < meta.nbytes:
-            saved[name] = meta.nbytes - other.nbytes
-    return saved

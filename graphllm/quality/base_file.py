@@ -203,7 +203,8 @@ class BaseFileWriter:
         fields = (MAGIC, VERSION, context, count, vocab, np.void(digest))
         self._header = np.array([fields], HEADER)
         self._row = row_dtype(vocab)
-        self._part = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.part")
+        self._target = self.path.resolve()  # a symbolic link stays one
+        self._part = self._target.with_name(f".{self.path.name}.{secrets.token_hex(4)}.part")
         self._file: BinaryIO
 
     def new_rows(self, count: int) -> np.ndarray:
@@ -218,6 +219,8 @@ class BaseFileWriter:
             raise RequestError(f"{self.path}: {error.strerror}") from None
 
     def __enter__(self) -> BaseFileWriter:
+        if self._target.exists() and not self._target.is_file():  # a device would be replaced
+            raise RequestError(f"{self.path}: it is no regular file")
         try:
             self._file = self._part.open("xb")
         except OSError as error:
@@ -233,7 +236,7 @@ class BaseFileWriter:
         try:
             self._file.close()
             if kind is None:
-                os.replace(self._part, self.path)
+                os.replace(self._part, self._target)
         except OSError as failure:
             raise RequestError(f"{self.path}: {failure.strerror}") from None
         finally:

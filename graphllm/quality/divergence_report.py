@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .perplexity import Perplexity, standard_error
+from .perplexity import Perplexity, finite_or_none, standard_error
 
 _KLD_QUANTILES = (1, 0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001, 0)
 _PROBABILITY_QUANTILES = (
@@ -102,7 +102,7 @@ class Divergence:
     def as_dict(self) -> dict[str, Any]:
         """Return the object that ``graphllm perplexity --kl-divergence --json`` prints.
 
-        A statistic with a standard error is a list of both; one that is undefined is null.
+        A statistic with a standard error is a list of both; a number that is not finite is null.
         """
         groups = {
             "perplexity": self.perplexities(),
@@ -148,5 +148,5 @@ def _root(variance: float) -> float:
 
 
 def _json(each: Statistic) -> float | list[float | None] | None:
-    value = each.value if math.isfinite(each.value) else None
-    return value if each.error is None else [value, each.error]
+    value = finite_or_none(each.value)
+    return value if each.error is None else [value, finite_or_none(each.error)]

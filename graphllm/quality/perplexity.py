@@ -60,10 +60,13 @@ class Perplexity:
         return self.logprobs.size
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the object that ``graphllm perplexity --json`` prints."""
+        """Return the object that ``graphllm perplexity --json`` prints.
+
+        Null for a value that is not finite, since a token has probability 0.
+        """
         return {
-            "perplexity": self.value,
-            "standard_error": self.standard_error,
+            "perplexity": finite_or_none(self.value),
+            "standard_error": finite_or_none(self.standard_error),
             "context": self.context,
             "chunks": self.chunks,
             "tokens": self.tokens,
@@ -78,8 +81,14 @@ class Perplexity:
 
 
 def standard_error(values: np.ndarray) -> float:
-    """Return the standard error of the mean of ``values``."""
-    return float(np.std(values)) / math.sqrt(max(1, values.size - 1))
+    """Return the standard error of the mean of ``values``; NaN if a value is infinite."""
+    with np.errstate(invalid="ignore"):
+        return float(np.std(values)) / math.sqrt(max(1, values.size - 1))
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return what JSON has for a number."""
+    return value if math.isfinite(value) else None
 
 
 def first_predicted(context: int) -> int:

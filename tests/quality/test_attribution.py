@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import hf_files
 import numpy as np
 import pytest
+import tiny_models
 
 from graphllm.checkpoints.checkpoint import open_checkpoint
 from graphllm.checkpoints.mixed_weights import mixed_checkpoint, quantized_checkpoint
@@ -68,5 +73,36 @@ def test_bad_input(folder):
     base = open_checkpoint(folder)
     with pytest.raises(RequestError, match="no tensor that matches 'x' has fewer bytes"):
         attribute(base, quantized_checkpoint(base, "q8_0"), IDS, 40, pattern="x", options=OPTIONS)
+    with pytest.raises(RequestError, match="chunks = 0 must be at least 1"):
+        attribute(base, base, IDS, 40, chunks=0, options=OPTIONS)
     with pytest.raises(RequestError, match="unknown type 'q9'"):
         attribute(base, quantized_checkpoint(base, "q9"), IDS, 40, options=OPTIONS)
+
+
+def test_the_verb(folder, tmp_path):
+    """A directory without a tokenizer has no text, which is an error; a file of a model has."""
+    path, text = tmp_path / "tiny.gguf", tmp_path / "text.txt"
+    tiny_models.write_tiny(path, "llama")
+    text.write_text("What is the use of a book without pictures or conversations? " * 4)
+    words = ("-f", str(text), "-c", "16", "--device", "cpu", "-t", "1", "--json")
+    done = call(str(path), *words, "--type", "f16", "--tensors", "*.2.mlp.*")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)["tensors"]
+    assert sorted(each["name"].split(".")[-2] for each in found) == [
+        "down_proj", "gate_proj", "up_proj",
+    ]  # fmt: skip
+    assert all(each["saved_bytes"] == 2 * 60 * 52 and each["mean_kld"] < 1e-4 for each in found)
+    for model, more, message in (
+        (path, (), "give --type FORMAT, or --against MODEL"),
+        (path, ("--against", str(folder)), "the models differ"),
+        (folder, ("--type", "q8_0"), "no tokenizer"),
+    ):
+        done = call(str(model), *words, *more)
+        assert (done.returncode, done.stdout) == (1, "")
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("error: ") and message in last
+
+
+def call(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "graphllm", "attribute", *words]
+    return subprocess.run(command, capture_output=True, timeout=120, text=True)

@@ -181,8 +181,13 @@ def test_a_damaged_base_file_is_an_error(paths, tmp_path):
 def test_a_file_that_cannot_be_written_leaves_nothing(paths, tmp_path):
     first, *_ = paths
     with load(first) as llm:
-        with pytest.raises(RequestError, match="No such file or directory"):
-            llm.perplexity(ids(), CONTEXT, save_base=tmp_path / "missing" / "file")
+        for path, message in (
+            (tmp_path / "missing" / "file", "No such file or directory"),
+            (tmp_path, "it is no regular file"),
+            ("/dev/null", "it is no regular file"),
+        ):
+            with pytest.raises(RequestError, match=f"{path}: {message}"):
+                llm.perplexity(ids(), CONTEXT, save_base=path)
 
         def stop(done: int, total: int, value: float) -> None:
             assert [each.suffix for each in tmp_path.iterdir()] == [".part"]

@@ -21,6 +21,7 @@ import tiny_models as tiny
 import graphllm
 from graphllm.engine.packed_evaluation import Passage
 from graphllm.errors import NumericError, RequestError
+from graphllm.quality.perplexity import Perplexity
 
 TEXT = Path(__file__).parents[1] / "golden" / "alice_chapter_1.txt"
 
@@ -128,6 +129,13 @@ def test_invalid_arguments(path):
                 llm.perplexity(text, context)
 
 
+def test_a_token_of_probability_zero():
+    """JSON has no infinity."""
+    found = Perplexity.of(np.array([[-1.0, -np.inf]]), 4)
+    assert found.value == math.inf and "PPL = inf" in found.table()
+    assert found.as_dict()["perplexity"] is found.as_dict()["standard_error"] is None
+
+
 def test_nan_is_reported(tmp_path):
     weights = tiny.llama_weights()
     weights["model.layers.1.mlp.up_proj.weight"][5, 3] = np.nan
@@ -197,6 +205,10 @@ def test_an_error_of_the_verb_is_one_line(path, tmp_path):
         (("-f", str(missing)), f"{missing}: No such file or directory"),
         (("-f", str(empty)), f"{empty}: the text is empty"),
         (("-f", str(TEXT), "-c", "100000"), "chunks of 100000 tokens"),
+        (("-f", str(TEXT), "--force"), "--force needs a --kl-base FILE to write"),
+        (("-f", str(TEXT), "--chunks", "0"), "chunks = 0 must be at least 1 (--chunks)"),
+        (("--hellaswag", str(TEXT), "--hellaswag-tasks", "0"), "must be at least 1"),
+        (("--hellaswag", str(TEXT), "-f", str(TEXT)), "--hellaswag FILE has the text"),
         (("--kl-divergence",), "--kl-divergence needs --kl-base"),
         (("--kl-divergence", "--kl-base", str(TEXT)), f"{TEXT}: it is not a file of base log"),
     ):
