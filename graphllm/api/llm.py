@@ -161,8 +161,8 @@ class LLM(TextGenerator):
         """Return the perplexity of a text, with the meaning of llama.cpp's perplexity tool.
 
         The text is cut into chunks of ``context`` tokens; the tokens after the first one of the
-        second half of each chunk are predicted. A step computes as many chunks as it has tokens for,
-        at most ``max_sequences`` of `load`. No other request runs meanwhile.
+        second half of each chunk are predicted. Short chunks are computed several at a time, at
+        most ``max_sequences`` of `load`. No other request runs meanwhile.
 
         Args:
             text: a text or token ids, at least two chunks.
