@@ -1,4 +1,4 @@
-"""Evaluation of many sequences in packed steps: how likely are their tokens."""
+"""Evaluation of many sequences in packed steps: how likely their tokens are."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Rows = tuple[int, int, np.ndarray]
 class PackedEvaluation:
     """Computes many sequences, several of them in a step where they are short enough.
 
-    Values of a passage do not depend on the passages beside it: its steps end at fixed positions,
-    and its rows of logits are computed apart from those of other passages. The last token of a
-    passage is not computed, since nothing follows it. Keys and values are not offered to later
-    requests. Made by `Engine.packed_evaluation`.
+    Values of a passage do not depend on the other passages of a step (on CUDA, with
+    ``deterministic``): its steps end at fixed positions, and its rows of logits are computed apart
+    from theirs. The last token of a passage is not computed, since nothing follows it. Keys and
+    values are not offered to later requests. Made by `Engine.packed_evaluation`.
 
     Args:
         runner: runner of the engine.
@@ -55,8 +55,8 @@ class PackedEvaluation:
     def logprobs(self, passages: Sequence[Passage]) -> Generator[Rows, None, None]:
         """Yield log-probabilities f32 [n] of the tokens to predict, in the order of the passages.
 
-        NaN where the logits are not finite. RequestError: a passage does not fit the context, or a
-        token to predict is part of a bidirectional prefix.
+        NaN where the logits are not finite. RequestError: a passage does not fit the context, or
+        has a bidirectional prefix.
         """
         for index, first, values in self._rows(passages, LOGPROBS):
             yield index, first, values[:, 0]
