@@ -344,12 +344,6 @@ class BlockManager:
             for j in range(blocks._used - 1, first - 1, -1):  # children are evicted before parents
                 self._drop(pool, blocks, table, j)
 
-    def slots(self, blocks: SequenceBlocks, group: str, start: int, stop: int) -> np.ndarray:
-        """Return the pool rows int32 [stop - start] of tokens ``start`` to ``stop - 1``."""
-        at = np.arange(start, stop, dtype=np.int32)
-        rows: np.ndarray = blocks.tables[group][at // self.block] * self.block + at % self.block
-        return rows.astype(np.int32, copy=False)
-
     def can_hold(self, wanted: Iterable[tuple[SequenceBlocks, int]], step: int, spare: int) -> bool:
         """Whether sequences can be computed up to given lengths, all at the same time.
 

@@ -44,21 +44,24 @@ def forward_feeds(
         spans: tokens of each sequence in the step.
         rows: indices of the tokens whose logits are computed; by default each sequence's last one.
     """
-    counts = [len(span.tokens) for span in spans]
+    starts = np.array([span.start for span in spans], np.int32)
+    counts = np.array([len(span.tokens) for span in spans], np.int32)
     ends = np.cumsum(counts, dtype=np.int32)
+    shifts = np.repeat(starts - ends + counts, counts)  # from an index of the step to a position
+    pos = np.arange(len(shifts), dtype=np.int32) + shifts
     feeds = {
         "ids": np.array([token for span in spans for token in span.tokens], np.int32),
-        "pos": np.concatenate([np.arange(s.start, s.stop, dtype=np.int32) for s in spans]),
+        "pos": pos,
         "q_start": np.concatenate([np.zeros(1, np.int32), ends]),
-        "kv_len": np.array([span.stop for span in spans], np.int32),
+        "kv_len": starts + counts,
         "prefix_len": np.array([span.prefix for span in spans], np.int32),
         "rows": ends - 1 if rows is None else rows.astype(np.int32),
     }
+    block, sequence = manager.block, np.repeat(np.arange(len(spans)), counts)
     for name in manager.pools:
-        slots = [manager.slots(span.blocks, name, span.start, span.stop) for span in spans]
-        feeds[f"slot.{name}"] = np.concatenate(slots)
-        feeds[f"table.{name}"] = np.stack([span.blocks.tables[name] for span in spans])
-    return feeds, {"kv_sum": sum(kv_pairs(s.start, n) for s, n in zip(spans, counts))}
+        table = feeds[f"table.{name}"] = np.stack([span.blocks.tables[name] for span in spans])
+        feeds[f"slot.{name}"] = table[sequence, pos // block] * block + pos % block
+    return feeds, {"kv_sum": sum(map(kv_pairs, starts.tolist(), counts.tolist()))}
 
 
 def kv_pairs(start: int, count: int) -> int:

@@ -59,7 +59,7 @@ class Limits:
     def within(self, context: int) -> Limits:
         """Return the limits for sequences of at most ``context`` tokens, the model's maximum."""
         length = min(self.context, context)
-        return replace(self, context=length, tokens=min(self.tokens, length))
+        return replace(self, context=length, tokens=min(self.tokens, length * self.sequences))
 
     @property
     def blocks(self) -> int:

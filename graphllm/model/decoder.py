@@ -74,14 +74,15 @@ class Decoder(DecoderBlocks):
     def limits(self, wanted: Limits) -> Limits:
         """Return ``wanted`` reduced to the model's maximum context.
 
-        A model with a bidirectional prefix must take a whole prompt in one step.
+        A model with a bidirectional prefix must take a whole prompt in one step. Steps of a model
+        with sliding windows stay short, since its pools have blocks for a step of each sequence.
         """
         limits = wanted.within(self.cfg.context)
-        return (
-            replace(limits, tokens=limits.context)
-            if self.cfg.attention.prefix_token_ids
-            else limits
-        )
+        if self.cfg.attention.prefix_token_ids:
+            return replace(limits, tokens=limits.context)
+        if any(cache.window for cache in self.caches):
+            return replace(limits, tokens=min(limits.tokens, Limits.tokens))
+        return limits
 
     def bidirectional_prefix(self, tokens: Sequence[int]) -> int:
         """Return the length of the prompt's bidirectional prefix.

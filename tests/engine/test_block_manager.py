@@ -7,6 +7,7 @@ import pytest
 from kv_content import KvContent, groups
 
 from graphllm.engine.block_manager import BlockManager, SequenceBlocks
+from graphllm.engine.forward_feeds import Span, forward_feeds
 
 BLOCK = 4
 
@@ -69,15 +70,23 @@ def state(manager: BlockManager) -> list:
 
 def test_rows_follow_the_table():
     cache = Cache(a=0, b=5)
-    blocks = cache.compute(ids(10))
+    blocks, other = cache.compute(ids(10)), cache.compute(ids(3, 50))
     assert blocks.cached == 0 and blocks.computed == 10
+    assert cache.manager.held == {"a": 4, "b": 4}
+    spans = [Span(ids(10)[2:], 2, 0, blocks), Span(ids(3, 50), 0, 0, other)]
+    feeds, env = forward_feeds(cache.manager, spans)
+    assert feeds["pos"].tolist() == [*range(2, 10), *range(3)] and feeds["kv_len"].tolist() == [
+        10,
+        3,
+    ]
+    assert env == {"kv_sum": sum(range(3, 11)) + sum(range(1, 4))}
     for group, table in blocks.tables.items():
         assert table.dtype == np.int32 and table.shape == (16,)
         assert (table[:3] >= 0).all() and (table[3:] == -1).all()
-        rows = cache.manager.slots(blocks, group, 2, 10)
-        assert rows.dtype == np.int32
-        assert rows.tolist() == [int(table[i // BLOCK]) * BLOCK + i % BLOCK for i in range(2, 10)]
-    assert cache.manager.held == {"a": 3, "b": 3}
+        places = [(table, i) for i in range(2, 10)] + [(other.tables[group], i) for i in range(3)]
+        rows = [int(own[i // BLOCK]) * BLOCK + i % BLOCK for own, i in places]
+        assert feeds[f"slot.{group}"].dtype == np.int32
+        assert feeds[f"slot.{group}"].tolist() == rows
 
 
 def test_a_sequence_grows_block_by_block():

@@ -16,8 +16,10 @@ from windowed_model import (
 )
 
 import graphllm
+from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.engine.request import Sampling
 from graphllm.errors import RequestError
+from graphllm.loading.load import build_decoder, graph_limits
 from graphllm.model.decoder import Limits
 
 
@@ -167,3 +169,30 @@ def test_rollback_of_the_demo():
         llm.engine.clear_cache()
         fresh.append(answer(p)[0])
     assert got == fresh
+
+
+# --------------------------------------------------------------------------------- tokens of a step
+
+
+@pytest.mark.parametrize(
+    "shape, device, sequences, context, tokens",
+    [
+        ("llama-1b", "cpu", 1, 100, 100),
+        ("llama-1b", "cpu", 3, 100, 300),
+        ("llama-1b", "cpu", 256, 100, 512),
+        ("llama-1b", "cuda", 1, 4096, 512),
+        ("llama-1b", "cuda", 100, 4096, 832),
+        ("llama-1b", "cuda", 256, 100, 2048),
+        (
+            "gemma3-270m",
+            "cuda",
+            256,
+            4096,
+            512,
+        ),  # its pools have blocks for a step of each sequence
+    ],
+)
+def test_decoding_leaves_room_for_prompts(shape, device, sequences, context, tokens):
+    decoder = build_decoder(RandomCheckpoint(shape, "q4_0"))
+    limits = decoder.limits(graph_limits(context, None, device, sequences))
+    assert (limits.tokens, limits.context, limits.sequences) == (tokens, context, sequences)
