@@ -63,7 +63,7 @@ DECODE_BATCHES, DEPTH, STEPS = [8, 16, 64], 128, 64
 REQUESTS, PROMPT, ANSWER = (64, 256), 128, 128
 PROMPTS, LONGEST = 32, 512
 SHARERS, SHARED, OWN = 16, 1000, 32
-MANAGER = ("begin", "awaited", "is_computing", "reserve", "commit", "release", "can_hold", "slots")
+MANAGER = ("begin", "awaited", "is_computing", "reserve", "commit", "release", "can_hold")
 SAMPLING = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=0, max_tokens=1 << 30)
 Lines = Iterator[str]
 
@@ -137,7 +137,9 @@ def decode(
     for count in counts:
         times: list[tuple[float, float, float]] = []
         with engine.lock.hold("a benchmark"):
-            generations = submit(engine, prompts(engine.vocab, [cached] * count))
+            texts = prompts(engine.vocab, [cached] * count)
+            prefill(engine, submit(engine, texts, 1))  # then all sequences begin in one step
+            generations = submit(engine, texts)
             prefill(engine, generations)
             for _ in range(rounds + 1):
                 kernels = Recorder()
