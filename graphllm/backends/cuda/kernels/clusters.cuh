@@ -45,28 +45,8 @@ __device__ __forceinline__ void meet(int blocks) {
     __syncthreads();
 }
 
-// The sum of the floats of all blocks at one address. A block has the sum of a pair of splits, or of one.
-__device__ __forceinline__ float sum_of_blocks(const float* own, int blocks, int splits) {
-#if CLUSTERS
-    if (blocks > 1) {
-        float parts[MAX_SPLITS];
-#pragma unroll
-        for (int i = 0; i < MAX_SPLITS; i++) parts[i] = i < blocks ? of_block(own, i) : 0;
-        const bool single = blocks == splits;
-        if (single)
-#pragma unroll
-            for (int i = 0; i < MAX_SPLITS / 2; i++) parts[i] = parts[2 * i] + parts[2 * i + 1];
-        float value = parts[0];
-#pragma unroll
-        for (int i = 1; i < MAX_SPLITS; i++)
-            if (i < (single ? (blocks + 1) / 2 : blocks)) value += parts[i];
-        return value;
-    }
-#endif
-    return *own;
-}
-
-// The same for N floats, as for `of_block`.
+// The sums of the floats of all blocks at N adjacent addresses, as for `of_block`. A block has the sum of a
+// pair of splits, or of one.
 template <int N>
 __device__ __forceinline__ void sums_of_blocks(const float* own, int blocks, int splits, float (&sums)[N]) {
 #if CLUSTERS

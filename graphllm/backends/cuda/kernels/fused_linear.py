@@ -104,8 +104,8 @@ def gated(ctx: KernelContext) -> list[Work]:
     x, forms, meta = ctx.x, ctx.results, _linear_result(ctx.node, ctx.deterministic)
     act = ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]]
     size = aligned(meta.bound().nbytes)
-    pair = [OperandRef(ctx.scratch + i * size, meta, ctx.out.operand) for i in range(2)]
-    jobs = [_job(ctx, i, ref) for i, ref in enumerate(pair)]
+    results = [OperandRef(ctx.scratch + i * size, meta, ctx.out.operand) for i in range(2)]
+    jobs = [_job(ctx, i, ref) for i, ref in enumerate(results)]
     narrow = any(form.dtype.name in HALVES for form in forms)
     alone = ctx.upper_bound(meta.rows) == 1 and not ctx.deterministic
     if alone and can_fuse_gate(*jobs) and not narrow:
@@ -119,11 +119,12 @@ def gated(ctx: KernelContext) -> list[Work]:
         and not forms[0].dtype.quantised
         and _can_fuse_small_batch(ctx, jobs, forms)
     ):
-        blocks = jobs[0].w.dtype.quantised
-        launch = small_batch_blocks.blocks if blocks else small_batch.small_batch
-        return [launch(ctx, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)]
+        pair = [replace(jobs[0], out=forms[0]), jobs[1]]
+        if jobs[0].w.dtype.quantised:
+            return [*small_batch_blocks.blocks(ctx, pair, ctx.scratch + 2 * size, act, gated=True)]
+        return [small_batch.small_batch(ctx, pair, act, gated=True)]
     finish = gated_unit if meta.dtype == F32 else gated_halves
-    return [*launches(ctx, jobs, ctx.scratch + 2 * size), finish(ctx, *pair)]
+    return [*launches(ctx, jobs, ctx.scratch + 2 * size), finish(ctx, *results)]
 
 
 def _can_fuse_small_batch(ctx: KernelContext, jobs: list[Job], forms: list[OperandRef]) -> bool:

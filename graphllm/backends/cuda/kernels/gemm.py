@@ -159,8 +159,11 @@ def _in_tiles(ctx: KernelContext, job: Job, workspace: int) -> list[Work]:
 
 
 def workspace_nbytes(*pairs: tuple[Tensor | None, Tensor | None]) -> int:
-    """Bytes of workspace for one step's linears, given as (activation, weight)."""
-    total = 0
+    """Bytes of workspace for one step's linears, given as (activation, weight).
+
+    It holds dequantized weights, or a permuted activation whose rows are padded to whole chunks.
+    """
+    total = most = 0
     for x, w in pairs:
         assert x is not None and w is not None
         if x.dtype.quantised or x.dtype == F32 or w.dtype.name in PLAIN:
@@ -168,4 +171,5 @@ def workspace_nbytes(*pairs: tuple[Tensor | None, Tensor | None]) -> int:
         rows, depth = w.meta.bound().shape
         assert isinstance(rows, int) and isinstance(depth, int)
         total += _dequantized_nbytes(rows, depth)
-    return min(total, _TILE)
+        most = max(most, 2 * KernelContext.upper_bound(x.meta.rows) * ceil(depth, 256) * 256)
+    return max(min(total, _TILE), most)

@@ -181,7 +181,7 @@ def launches(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Wo
             if kind == "small_batch":
                 work.append(small_batch.small_batch(ctx, some))
             elif kind.startswith("blocks of"):
-                work.append(small_batch_blocks.blocks(ctx, some))
+                work += small_batch_blocks.blocks(ctx, some, workspace)
             else:
                 work.append(gemv(ctx, some))
     return work

@@ -33,23 +33,3 @@ __device__ __forceinline__ void finish(const Matrix& m, int token, int row, floa
     if (m.residual) value += ((const float*)(m.residual + token * m.residual_stride))[row];
     ((float*)(m.y + token * m.y_stride))[row] = value;
 }
-
-// Stores the results of one row for several tokens, with bias and residual.
-struct RowEnd {
-    float* y;
-    const float* residual;
-    i64 y_stride, residual_stride;  // in bytes
-    float bias;
-    bool biased;
-
-    __device__ __forceinline__ RowEnd(const Matrix& m, int row)
-        : y((float*)m.y + row), residual(m.residual ? (const float*)m.residual + row : nullptr),
-          y_stride(m.y_stride), residual_stride(m.residual_stride), biased(m.bias) {
-        bias = biased && row < m.rows ? m.bias[row] : 0;
-    }
-    __device__ __forceinline__ void store(int token, float value) const {
-        if (biased) value += bias;
-        if (residual) value += *(const float*)((const u8*)residual + token * residual_stride);
-        *(float*)((u8*)y + token * y_stride) = value;
-    }
-};

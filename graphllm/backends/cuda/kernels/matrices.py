@@ -47,17 +47,17 @@ def has_wgmma(ctx: KernelContext) -> bool:
     return bool(ctx.device.gpu.capability == (9, 0))
 
 
-def splits(rows: Sequence[int], depth: int, processors: int, odd: bool = False) -> int:
-    """Number of parts that the depth of some matrices is divided into.
+def splits(rows: Sequence[int], depth: int, processors: int) -> int:
+    """Number of parts that the depth of some matrices is divided into: one or an even number.
 
-    It decides the order of the sums, so it must not depend on the number of tokens.
+    It decides the order of the sums, so it must not depend on the number of tokens. Of clusters of
+    7 blocks, with a multiprocessor each, only 15 fit on an H200, one less than 4,096 rows need.
 
     Args:
         rows: rows of each matrix of the launch.
         depth: depth of the matrices.
         processors: multiprocessors of the GPU.
-        odd: allow odd numbers; else it is one or an even number.
     """
     fit = int(_OCCUPANCY * processors / sum(ceil(count, _ROWS) for count in rows))
     most = max(1, min(_MAX_SPLITS, fit, ceil(depth, _CHUNK)))
-    return most if odd else max(1, most // 2 * 2)
+    return max(1, most // 2 * 2)

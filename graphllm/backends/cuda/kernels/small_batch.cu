@@ -30,6 +30,7 @@
 #define ROWS (SIDE / (1 + GATED))   // of a matrix
 #define TILES (TOKENS / 8)
 #define STRIDE (SIDE + 4)  // floats between the sums of two tokens: stores use all banks
+#include "small_batch_results.cuh"
 #define UNITS (TOKENS * DEPTH / 8)
 #define OWN_UNITS ((UNITS + THREADS - 1) / THREADS)
 
@@ -38,47 +39,6 @@ struct Shared {
 };
 static_assert(sizeof(Shared) + 1024 == SHARED && sizeof(Shared) >= 4 * TOKENS * STRIDE,
               "see small_batch.py");
-
-// At the end, a thread has VECTOR adjacent rows of a token, and the same rows of TOGETHER tokens at a time.
-#define VECTOR (TOKENS > 16 ? 4 : 1)
-#define TOGETHER (TOKENS > 16 ? 4 : 2)
-#define LANES (ROWS / VECTOR)     // threads of a token
-#define SAME (THREADS / LANES)    // tokens at the same time
-
-// Load the first `count` of VECTOR rows.
-__device__ __forceinline__ void load_rows(const float* from, int count, float (&to)[VECTOR]) {
-    if (VECTOR == 4 && count == 4 && (u64)from % 16 == 0) {
-        const float4 x = *(const float4*)from;
-        to[0] = x.x, to[VECTOR / 4] = x.y, to[VECTOR / 2] = x.z, to[VECTOR - 1] = x.w;
-        return;
-    }
-#pragma unroll
-    for (int e = 0; e < VECTOR; e++) to[e] = e < count ? from[e] : 0;
-}
-
-__device__ __forceinline__ void store_rows(const float (&x)[VECTOR], float* to, int count) {
-    if (VECTOR == 4 && count == 4 && (u64)to % 16 == 0) {
-        *(float4*)to = make_float4(x[0], x[VECTOR / 4], x[VECTOR / 2], x[VECTOR - 1]);
-        return;
-    }
-#pragma unroll
-    for (int e = 0; e < VECTOR; e++)
-        if (e < count) to[e] = x[e];
-}
-
-__device__ __forceinline__ void store_halves(int kind, const float (&x)[VECTOR], u16* to, int count) {
-    u16 halves[VECTOR];
-#pragma unroll
-    for (int e = 0; e < VECTOR; e++) halves[e] = to_half(kind, x[e]);
-    if (VECTOR == 4 && count == 4 && (u64)to % 8 == 0) {
-        *(uint2*)to = make_uint2(halves[0] | (u32)halves[VECTOR / 4] << 16,
-                                 halves[VECTOR / 2] | (u32)halves[VECTOR - 1] << 16);
-        return;
-    }
-#pragma unroll
-    for (int e = 0; e < VECTOR; e++)
-        if (e < count) to[e] = halves[e];
-}
 
 // Add the products of a tile.
 __device__ __forceinline__ void add_tile(float (&c)[TILES][4], const u16 (&w)[SIDE][DEPTH],
@@ -119,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8 / WARPGROUPS / 2)
     Matrix m = all.m[0];
     if (!GATED) find_matrix<ROWS>(all, row, m);
     const int first = blockIdx.x * TOKENS, last = (int)*live - 1, unit = threadIdx.x % 8;
-    const int chunks = (k + CHUNK - 1) / CHUNK, tiles = (k + DEPTH - 1) / DEPTH, blocks = gridDim.z;
+    const int chunks = (k + CHUNK - 1) / CHUNK, tiles = (k + DEPTH - 1) / DEPTH;
     // Two threads of a warp copy units of the same number of rows that are next to each other.
     const u8* w_at[SIDE * 8 / THREADS];
 #pragma unroll
@@ -209,66 +169,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8 / WARPGROUPS / 2)
 #pragma unroll
     for (int i = 0; i < TILES * 4; i++)
         out[(i / 4 * 8 + 2 * part + i % 2) * STRIDE + 16 * warp + i % 4 / 2 * 8 + group] = c[i / 4][i % 4];
-    meet(blocks);
-    int place = blockIdx.y * ROWS;
-    asm volatile("" : "+r"(place));  // find the matrix again: keeping its fields would take 20 registers
-    m = all.m[0];
-    if (!GATED) find_matrix<ROWS>(all, place, m);
-    const int r = place + threadIdx.x % LANES * VECTOR, count = min(TOKENS, last + 1 - first);
-    const int own = min(VECTOR, (int)m.rows - r);  // rows of this thread
-    if (own > 0) {
-#if GATED
-        const Matrix& up = all.m[1];
-        float bias[VECTOR], up_bias[VECTOR];
-#pragma unroll
-        for (int e = 0; e < VECTOR; e++) {
-            bias[e] = m.bias && e < own ? m.bias[r + e] : 0;
-            up_bias[e] = up.bias && e < own ? up.bias[r + e] : 0;
-        }
-#else
-        float bias[VECTOR];
-#pragma unroll
-        for (int e = 0; e < VECTOR; e++) bias[e] = m.bias && e < own ? m.bias[r + e] : 0;
-#endif
-        const float* sums = out + threadIdx.x % LANES * VECTOR;
-#pragma unroll 1
-        for (int t = threadIdx.x / LANES + SAME * blockIdx.z; t < count; t += TOGETHER * SAME * blocks) {
-#if !GATED
-            float residual[TOGETHER][VECTOR];  // requested together, before the sums
-#pragma unroll
-            for (int u = 0; u < TOGETHER; u++) {
-                const int token = t + u * SAME * blocks;
-                if (m.residual && token < count)
-                    load_rows((const float*)(m.residual + (first + token) * m.residual_stride) + r, own, residual[u]);
-            }
-#endif
-#pragma unroll
-            for (int u = 0; u < TOGETHER; u++) {
-                const int token = t + u * SAME * blocks;
-                if (token >= count) break;
-                float values[VECTOR];
-                sums_of_blocks(sums + token * STRIDE, blocks, splits, values);
-                u8* y = m.y + (first + token) * m.y_stride;
-#if GATED
-                float others[VECTOR];
-                sums_of_blocks(sums + token * STRIDE + ROWS, blocks, splits, others);
-#pragma unroll
-                for (int e = 0; e < VECTOR; e++)
-                    values[e] = activate(act, values[e] + bias[e]) * (others[e] + up_bias[e]);
-                if (kind) {
-                    store_halves(kind, values, (u16*)y + r, own);
-                    continue;
-                }
-#else
-#pragma unroll
-                for (int e = 0; e < VECTOR; e++) {
-                    if (m.bias) values[e] += bias[e];
-                    if (m.residual) values[e] += residual[u][e];
-                }
-#endif
-                store_rows(values, (float*)y + r, own);
-            }
-        }
-    }
-    if (blocks > 1) meet(blocks);  // the others have read this block's sums
+    store_results(out, all, blockIdx.y * ROWS, first, last, splits, act, kind);
 }

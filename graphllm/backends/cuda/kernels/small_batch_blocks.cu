@@ -5,7 +5,7 @@
 // same rows of a second one; the result is act(first) * second, in float32 or a kind of quantize.cuh.
 // STAGES: parts of the depth in shared memory, PER_STAGE chunks each, of which all but one are requested
 // before the activations are available. RESIDENT: blocks that must fit on a multiprocessor. SHARED: bytes
-// of shared memory.
+// of shared memory. PERMUTED: permute_activations.cu has permuted the activations.
 //
 // A thread expands the weights of two rows to f16 in registers, which are a factor of the products as they
 // are; see block_halves.cuh. The activations of a chunk are in shared memory for the whole block.
@@ -28,7 +28,14 @@
 #define ROWS (SIDE * WARPS / (1 + GATED))  // of a matrix
 #define TILES (TOKENS / 8)
 #define STRIDE (SIDE * WARPS + 4)  // floats between the sums of two tokens: stores use all banks
+#include "small_batch_results.cuh"
 #define TURNS (CHUNK / 32)
+
+#if PERMUTED
+typedef PermutedSource Tokens;
+#else
+typedef ActivationSource Tokens;
+#endif
 
 struct Shared {
     Activations x[STAGES][PER_STAGE];
@@ -96,7 +103,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = lane / 4, part = lane % 4;
     const int first = blockIdx.x * TOKENS, last = (int)*live - 1;
     const int wholes = (k + SPLIT_CHUNK - 1) / SPLIT_CHUNK, chunks = (k + CHUNK - 1) / CHUNK;
-    const int blocks = gridDim.z;
     int row = blockIdx.y * ROWS;
     Matrix m = all.m[0];
     if (!GATED) find_matrix<ROWS>(all, row, m);
@@ -139,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         if (!waited) wait_for_previous();
         waited = true;
         if (first > last) return;
-        ActivationSource tokens(x + first * x_stride, x_stride, min(TOKENS, last + 1 - first), k, begin);
+        Tokens tokens(x + first * x_stride, x_stride, min(TOKENS, last + 1 - first), k, begin);
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
 #pragma unroll
@@ -147,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 const u32 to = x_at + i * sizeof(s.x[0]) + j * sizeof(s.x[0][0]);
                 if (begin + PER_STAGE * i + j < end)
 #pragma unroll
-                    for (int n = 0; n < TOKENS / WARPS; n++) tokens.copy(to, n);
+                    for (int n = 0; n < Tokens::COPIES; n++) tokens.copy(to, n);
                 tokens.advance();
             }
             close_copies();
@@ -170,9 +176,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 const u32 to = x_at + later * sizeof(s.x[0]) + i * sizeof(s.x[0][0]);
                 add_chunk(c, rows, x_at + stage * sizeof(s.x[0]) + i * sizeof(s.x[0][0]), [&](int t) {
                     // Spread over the turns: the copies of many tokens would fill a queue.
-                    constexpr int EACH = (TOKENS / WARPS + TURNS - 1) / TURNS;
+                    constexpr int EACH = (Tokens::COPIES + TURNS - 1) / TURNS;
 #pragma unroll
-                    for (int n = t * EACH; n < min(TOKENS / WARPS, (t + 1) * EACH); n++)
+                    for (int n = t * EACH; n < min(Tokens::COPIES, (t + 1) * EACH); n++)
                         if (more) tokens.copy(to, n);
                 });
                 tokens.advance();
@@ -194,38 +200,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     float* out = (float*)&s;
 #pragma unroll
     for (int i = 0; i < TILES * 4; i++) {
-        const int r = i % 4 / 2 * 8 + group - again;
-        if (r >= 0) out[(i / 4 * 8 + 2 * part + i % 2) * STRIDE + SIDE * warp + r] = c[i / 4][i % 4];
+        // Rows that another warp has computed take the places of those beyond the matrix.
+        const int r = (i % 4 / 2 * 8 + group - again) & (SIDE - 1);
+        out[(i / 4 * 8 + 2 * part + i % 2) * STRIDE + SIDE * warp + r] = c[i / 4][i % 4];
     }
-    meet(blocks);
-    int place = blockIdx.y * ROWS;
-    asm volatile("" : "+r"(place));  // find the matrix again: keeping its fields would take 20 registers
-    m = all.m[0];
-    if (!GATED) find_matrix<ROWS>(all, place, m);
-    const int r = threadIdx.x % ROWS;
-    const bool there = place + r < m.rows;
-#if GATED
-    const Matrix& up = all.m[1];
-    const float bias = m.bias && there ? m.bias[place + r] : 0;
-    const float up_bias = up.bias && there ? up.bias[place + r] : 0;
-#else
-    const RowEnd end_of_row(m, place + r);
-#endif
-    for (int t = threadIdx.x / ROWS + THREADS / ROWS * blockIdx.z; t < min(TOKENS, last + 1 - first);
-         t += THREADS / ROWS * blocks) {
-        float value = sum_of_blocks(out + t * STRIDE + r, blocks, splits);
-#if GATED
-        const float other = sum_of_blocks(out + t * STRIDE + ROWS + r, blocks, splits) + up_bias;
-        value = activate(act, value + bias) * other;
-        u8* y = m.y + (first + t) * m.y_stride;
-        if (!there) continue;
-        if (kind)
-            ((u16*)y)[place + r] = to_half(kind, value);
-        else
-            ((float*)y)[place + r] = value;
-#else
-        if (there) end_of_row.store(first + t, value);
-#endif
-    }
-    if (blocks > 1) meet(blocks);  // the others have read this block's sums
+    store_results(out, all, blockIdx.y * ROWS, first, last, splits, act, kind);
 }

@@ -127,6 +127,7 @@ typedef u16 Activations[GROUPS][TOKENS][64];  // see wgmma.cuh
 
 // Copies tokens, one chunk after the other, in the order of Halves. Each warp copies some of them.
 struct ActivationSource {
+    static constexpr int COPIES = TOKENS / WARPS;  // of a chunk, by each warp
     const u8 *at, *next;  // what the lane copies first of the next chunk, and what next
     u32 stride;
     int count, left;  // tokens of the warp, of which each is WARPS after the one before; rest of the depth
@@ -151,4 +152,28 @@ struct ActivationSource {
     }
     // Go on with the next chunk.
     __device__ __forceinline__ void advance() { next = at += 2 * CHUNK, left -= CHUNK; }
+};
+
+// The same for tokens that permute_activations.cu has stored in the order of Halves, 16 bytes at a time.
+struct PermutedSource {
+    static constexpr int UNITS = CHUNK / 8, TOGETHER = WARP / UNITS;  // tokens that a warp copies at a time
+    static constexpr int COPIES = TOKENS / (WARPS * TOGETHER);
+    const u8* at;  // what the lane copies first of the next chunk
+    u32 stride, place;
+    int left;  // tokens from the lane's first one on
+
+    __device__ __forceinline__ PermutedSource(const u8* x, i64 stride, int count, int, int chunk)
+        : stride(WARPS * TOGETHER * (u32)stride) {
+        const int lane = threadIdx.x % WARP, unit = lane % UNITS;
+        const int first = threadIdx.x / WARP * TOGETHER + lane / UNITS;
+        at = x + first * stride + 2 * CHUNK * (i64)chunk + 16 * unit;
+        left = count - first;
+        place = kept((unit / 8 * TOKENS + first) * 128 + 16 * (unit % 8 ^ first % 8));
+    }
+    // Make copy number n of the next chunk, to the chunk `to`.
+    __device__ __forceinline__ void copy(u32 to, int n) {
+        constexpr int STEP = WARPS * TOGETHER;
+        if (n * STEP < left) copy_shared16(to + place + n * STEP * 128, at + (u64)n * stride);
+    }
+    __device__ __forceinline__ void advance() { at += 2 * CHUNK; }
 };

@@ -7,7 +7,7 @@ from functools import cache
 
 from ....formats import BLOCK_FORMATS
 from ....graph.dtype import F16, dtype
-from ..runtime.device import KernelContext
+from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import Function, module
 from ..runtime.work import Launch, ceil
 from .gemm import Job
@@ -26,6 +26,7 @@ MIN_ROWS = 16  # of a matrix
 
 # Tokens of a block -> its warpgroups, which compute 64 rows each, and blocks of a multiprocessor.
 _SHAPES = {8: (2, 2), 16: (2, 2), 32: (2, 2), 64: (4, 1), 128: (4, 1)}
+_PERMUTED = 64  # tokens of a block from which a kernel of its own permutes the activations
 _SMALL = (8, 16)  # those for other GPUs than those of capability 9.0
 _SPILLS = ("q2_k", "q3_k", "q5_k", "q6_k")  # formats whose sums of 128 tokens leave no registers
 _SHARED, _SMALL_SHARED = 227 << 10, 99 << 10  # bytes of a multiprocessor, of a block elsewhere
@@ -80,6 +81,7 @@ def kernel(name: str, tokens: int, gated: bool = False, small: bool = False) -> 
     made = module(
         "small_batch_blocks", FORMAT=name.upper(), TOKENS=tokens, WARPGROUPS=warpgroups,
         GATED=int(gated), STAGES=stages, PER_STAGE=together, RESIDENT=resident, SHARED=shared,
+        PERMUTED=int(tokens >= _PERMUTED),
     )  # fmt: skip
     return made["small_batch"]
 
@@ -91,12 +93,23 @@ def fits(ctx: KernelContext, job: Job) -> bool:
     return few and quantised and job.rows >= MIN_ROWS and has_tensor_cores(ctx)
 
 
-def blocks(ctx: KernelContext, jobs: Sequence[Job], act: int = 0, gated: bool = False) -> Launch:
-    """Linears of one f16 activation of any number of tokens, or a gated unit, in one launch.
+def _permute(ctx: KernelContext, x: OperandRef, depth: int, chunk: int, to: int) -> Launch:
+    """Store the activation at address ``to`` in the order of kernels with this chunk."""
+    units = ceil(depth, chunk) * chunk // 8
+    made = module("permute_activations", CHUNK=chunk)["permute"]
+    args = (x.address, x.row_stride, ctx.live_address(x.meta.rows), depth, to, units)
+    return Launch(made, (ceil(units, 128), ctx.upper_bound(x.meta.rows)), (128,), args)
+
+
+def blocks(
+    ctx: KernelContext, jobs: Sequence[Job], workspace: int, act: int = 0, gated: bool = False
+) -> list[Launch]:
+    """Linears of one f16 activation of any number of tokens, or a gated unit, in one kernel.
 
     Args:
         ctx: the step.
         jobs: at most `matrices.MAX_FUSED_LINEARS` linears of one format.
+        workspace: address of `gemm.workspace_nbytes` bytes.
         act: activation of a gated unit, as in `elementwise.ACTIVATIONS`.
         gated: write act(first) * second to the first job's result.
     """
@@ -108,20 +121,28 @@ def blocks(ctx: KernelContext, jobs: Sequence[Job], act: int = 0, gated: bool = 
     warpgroups, _ = _SHAPES[tokens]
     rows = sum(ceil(job.rows, 64 * warpgroups // (1 + gated)) for job in own)
     counts = [job.rows * (1 + gated) for job in own]
-    count = splits(counts, depth, ctx.device.gpu.processors, odd=True)
+    count = splits(counts, depth, ctx.device.gpu.processors)
     together = count if has_clusters(ctx) else 1
-    args = (x.address, x.row_stride, ctx.live_address(x.meta.rows), depth,
+    at, stride = x.address, x.row_stride
+    before: list[Launch] = []
+    if tokens >= _PERMUTED:
+        chunk, _ = _chunk(name)
+        at, stride = workspace, 2 * ceil(depth, chunk) * chunk
+        before.append(_permute(ctx, x, depth, chunk, workspace))
+    args = (at, stride, ctx.live_address(x.meta.rows), depth,
             matrices_argument(jobs), count, act, HALVES.get(jobs[0].out.dtype.name, 0))  # fmt: skip
-    return Launch(
+    return [*before, Launch(
         kernel(name, tokens, gated, small), (ceil(most, tokens), rows, together),
         (128 * warpgroups,), args, _layout(name, tokens, small)[-1],
         prefetches=[job.w for job in jobs], cluster=together,
-    )  # fmt: skip
+    )]  # fmt: skip
 
 
 def register() -> None:
     """Register every module that a plan may use, so that tests compile them all."""
     assert PLANES.keys() == BLOCK_FORMATS.keys()
+    for chunk in (128, 256):
+        module("permute_activations", CHUNK=chunk)
     for name in PLANES:
         for gated in (False, True):
             for small in (False, True):
