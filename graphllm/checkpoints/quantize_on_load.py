@@ -24,7 +24,7 @@ _PLAIN = ("f32", "f16", "bf16")  # formats that they can be converted from
 
 _TILE = 1 << 24  # elements converted at once; Ctrl-C takes effect between tiles
 _CHECKED = 1 << 18  # floats checked for infinity and NaN at once
-_EXPONENT = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}  # bits of infinity and NaN
+EXPONENT = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}  # bits of infinity and NaN
 
 
 class QuantizedWeights:
@@ -59,7 +59,7 @@ class QuantizedWeights:
             raise RequestError(f"unknown type {quote(kind)} of weights; known: {', '.join(KINDS)}")
         self.kind = DTYPES[kind]
         self._weights, self._keep = weights, keep
-        self._convert = _Converter(backends, options or Options())
+        self._convert = Converter(backends, options or Options())
         # Converted matrices are shared while in use: a tied head and the embedding are one matrix.
         self._made: WeakValueDictionary[str, np.ndarray] = WeakValueDictionary()
 
@@ -137,7 +137,7 @@ class QuantizedWeights:
         return [*lines, *self._convert.notes]
 
 
-class _Converter:
+class Converter:
     """Converts float matrices on the first capable backend that works in host memory.
 
     ``notes``: a line for each backend that was skipped, with the reason.
@@ -148,8 +148,13 @@ class _Converter:
         self._devices: dict[str, Device] = {}
         self.notes: dict[str, None] = {}
 
-    def __call__(self, raw: np.ndarray, stored: Meta, wanted: DType, name: str) -> np.ndarray:
-        """Convert a float matrix to ``wanted`` in tiles of rows: uint8 [rows, row_bytes]."""
+    def __call__(
+        self, raw: np.ndarray, stored: Meta, wanted: DType, name: str, row: int = 0
+    ) -> np.ndarray:
+        """Convert a float matrix to ``wanted`` in tiles of rows: uint8 [rows, row_bytes].
+
+        ``row`` is the number of the first row in messages.
+        """
         *axes, elements = (int(d) for d in stored.shape)  # type: ignore[arg-type]
         rows = math.prod(axes)
         raw = raw.reshape(rows, stored.dtype.row_nbytes(elements))
@@ -161,19 +166,19 @@ class _Converter:
             try:
                 self._convert(values, wanted, made[tile])
             except GraphllmError:
-                _check_finite(values, name, first, "infinite or NaN")
+                check_finite(values, name, row + first)
                 raise
-            if wanted.name in _EXPONENT and _has_nonfinite(made[tile], wanted):
-                _check_finite(values, name, first, "infinite or NaN")
+            if wanted.name in EXPONENT and has_nonfinite(made[tile], wanted):
+                check_finite(values, name, row + first)
                 results = Blocks(made[tile], wanted, elements)
-                _check_finite(results, name, first, f"beyond the range of {wanted}")
+                check_finite(results, name, row + first, f"beyond the range of {wanted}")
         made.flags.writeable = False
         return made
 
     def _convert(self, values: Blocks, wanted: DType, made: np.ndarray) -> None:
         """Run one step without a plan, on operands in place."""
         x = weight("x", values.shape, values.dtype)
-        node = (ops.cast if wanted.name in _EXPONENT else ops.quantise)(x, dtype=wanted.name)
+        node = (ops.cast if wanted.name in EXPONENT else ops.quantise)(x, dtype=wanted.name)
         device, kernel = self._select(node)
         inputs = (Operand(x.meta, values.raw.reshape(-1)),)
         step = Bound(node, kernel, inputs, Operand(node.meta, made.reshape(-1)))
@@ -199,16 +204,25 @@ class _Converter:
         raise PlacementError(f"{node.op}: {'; '.join(reasons)}")
 
 
-def _has_nonfinite(made: np.ndarray, dtype: DType) -> bool:
+def has_nonfinite(made: np.ndarray, dtype: DType) -> bool:
     """Return whether a float is infinite or NaN, that is, has an exponent of ones."""
-    ones = _EXPONENT[dtype.name]
+    ones = EXPONENT[dtype.name]
     words = made.reshape(-1).view(f"<u{dtype.nbytes}")
     parts = range(0, len(words), _CHECKED)
     return any((words[i : i + _CHECKED] & ones).max() == ones for i in parts)
 
 
-def _check_finite(values: Blocks, name: str, first: int, what: str) -> None:
-    """Raise ModelFileError for the first row with a value that is not finite, if there is one."""
+def check_finite(
+    values: Blocks, name: str, first: int = 0, what: str = "infinite or NaN"
+) -> None:
+    """Raise ModelFileError for the first row with a value that is not finite, if there is one.
+
+    Args:
+        values: Rows of a tensor.
+        name: The tensor.
+        first: Number of the first row.
+        what: What such a value is, for the message.
+    """
     for start, tile in values.tiles():
         good = np.isfinite(tile).all(axis=1)
         if not good.all():

@@ -12,10 +12,12 @@ from .sampling_options import RunSamplingOptions
 
 # Arguments whose flag is not in the common option groups, or has another name.
 _OTHERS = {
+    "allow_requantize": "--allow-requantize",
     "chat_template": "--chat-template",
     "chunks": "--chunks",
     "force": "--force",
     "free": "--free",
+    "kind": "--type",
     "max_sequences": "--parallel",
     "no_kernels": "--no-kernel",
 }

@@ -8,7 +8,7 @@ from .declarations import VERBS, Verb
 
 NAMES = (
     "attribute", "bench", "chat", "compare", "diff", "doctor", "inspect", "new", "perplexity",
-    "plan", "profile", "run", "tokenize", "validate",
+    "plan", "profile", "quantize", "run", "tokenize", "validate",
 )  # fmt: skip
 
 

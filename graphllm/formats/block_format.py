@@ -16,10 +16,12 @@ import numpy as np
 
 from ..graph.dtype import BF16, F16, F32, DType, register
 from .activations import A8_32, A8_256
+from .scale_search import ScaleSearch
 
 Array = np.ndarray
 # The fields of a block in order: (name, NumPy type, count).
 Fields = tuple[tuple[str, str, int], ...]
+Encode = Callable[..., Mapping[str, Array]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +31,8 @@ class BlockFormat:
     ``layout`` is the structured NumPy dtype of a block, little-endian and without padding.
 
     ``decode`` takes structured blocks [n] and returns float32 [n, block]. ``encode`` takes float32
-    [n, block], finite, and returns the value of every field.
+    [n, block], finite, and returns the value of every field. A second argument, a
+    `scale_fitting.BlockScales`, replaces the scales that fit the extreme values; see `search`.
 
     ``scales`` are the fields that must be finite: float16, or e8m0 exponents (OCP MX, 2023) where
     their type is uint8. ``planes`` groups the fields into arrays that the CUDA backend stores
@@ -41,6 +44,9 @@ class BlockFormat:
     that mostly consist of this format. ``fallback`` is the format that quantisation uses instead
     for rows that are not whole blocks, as in llama.cpp.
 
+    ``search`` finds better scales without importance weights, ``weighted_search`` with them. None:
+    no search is made, and `encode` has ggml's scales.
+
     ``common`` formats appear in most published files; ops declare more samples for them.
     """
 
@@ -48,12 +54,14 @@ class BlockFormat:
     layout: np.dtype
     scales: tuple[str, ...]
     decode: Callable[[Array], Array]
-    encode: Callable[[Array], Mapping[str, Array]]
+    encode: Encode
     planes: tuple[tuple[str, ...], ...] = ()
     gguf_type: int | None = None
     file_types: Mapping[int, str] = field(default_factory=dict)
     fallback: str | None = None
     common: bool = False
+    search: ScaleSearch | None = None
+    weighted_search: ScaleSearch | None = None
 
     @property
     def name(self) -> str:
@@ -94,12 +102,14 @@ def declare(
     *,
     scales: tuple[str, ...],
     decode: Callable[[Array], Array],
-    encode: Callable[[Array], Mapping[str, Array]],
+    encode: Encode,
     planes: tuple[tuple[str, ...], ...] = (),
     gguf_type: int | None = None,
     file_types: Mapping[int, str] | None = None,
     fallback: str | None = None,
     common: bool = False,
+    search: ScaleSearch | None = None,
+    weighted_search: ScaleSearch | None = None,
 ) -> DType:
     """Declare a block format and return its dtype.
 
@@ -113,8 +123,9 @@ def declare(
     layout = np.dtype([(label, f"<{kind}", (count,)) for label, kind, count in fields])
     made = register(DType(name, block, layout.itemsize))
     BLOCK_FORMATS[name] = BlockFormat(
-        made, layout, scales, decode, encode, planes, gguf_type, file_types or {}, fallback, common
-    )
+        made, layout, scales, decode, encode, planes, gguf_type, file_types or {}, fallback, common,
+        search, weighted_search or search,
+    )  # fmt: skip
     WEIGHT_FORMATS[name] = made
     return made
 

@@ -1,7 +1,7 @@
 """GGUF's formats whose four bits index a table of values: iq4_nl and iq4_xs.
 
 Layouts and the order of the float32 operations follow ggml, `ggml-common.h` and `ggml-quants.c`.
-The encoders write valid blocks; ggml's also search for the scales with the least error.
+The encoders fit the scales to the extreme values, unless scales are given.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import numpy as np
 
 from .bit_packing import nibbles, pack_nibbles
 from .block_format import declare
-from .scale_fitting import F32, fit_largest, inverse, largest, nearest
+from .scale_fitting import F32, BlockScales, fit_largest, inverse, largest, nearest
+from .scale_search import ScaleSearch
 
 Array = np.ndarray
 
@@ -21,14 +22,18 @@ def _iq4_nl(b: Array) -> Array:
     return b["d"].astype(F32) * np.array(IQ4_VALUES, F32)[nibbles(b["q"])]
 
 
-def _to_iq4_nl(x: Array) -> dict[str, Array]:
-    d = largest(x) / F32(-127)
+_SHIFTS = (254.0, *map(float, range(-7, 8)))  # the first one makes the extreme value 127
+
+
+def _to_iq4_nl(x: Array, given: BlockScales | None = None) -> dict[str, Array]:
+    d = given.d.astype(F32) if given else largest(x) / F32(-127)
     return {"d": d, "q": pack_nibbles(nearest(x * inverse(d), IQ4_VALUES))}
 
 
 IQ4_NL = declare(
     "iq4_nl", 32, (("d", "f2", 1), ("q", "u1", 16)),
     scales=("d",), planes=(("q",), ("d",)), decode=_iq4_nl, encode=_to_iq4_nl,
+    search=ScaleSearch(32, 0, 15, values=IQ4_VALUES, shifts=_SHIFTS),
     gguf_type=20, file_types={25: "IQ4_NL"},
 )  # fmt: skip
 
@@ -46,20 +51,22 @@ def _iq4_xs(b: Array) -> Array:
     return (d[..., None] * np.array(IQ4_VALUES, F32)[q]).reshape(-1, 256)
 
 
-def _to_iq4_xs(x: Array) -> dict[str, Array]:
-    steps, scale, d = fit_largest(x.reshape(-1, 8, 32), -127, 32)
-    six = (scale + 32).astype(np.uint8)
+def _to_iq4_xs(x: Array, given: BlockScales | None = None) -> dict[str, Array]:
+    sub = x.reshape(-1, 8, 32)
+    found = given or fit_largest(sub, -127, 32)
+    six = (found.scale + 32).astype(np.uint8)
     top = np.bitwise_or.reduce((six >> 4).astype(np.uint16) << np.arange(0, 16, 2), axis=-1)
     return {
-        "d": d,
+        "d": found.d,
         "high": top[:, None],
         "scales": six[:, ::2] & 15 | six[:, 1::2] << 4,
-        "q": pack_nibbles(nearest(steps, IQ4_VALUES)).reshape(-1, 128),
+        "q": pack_nibbles(nearest(sub * inverse(found.step), IQ4_VALUES)).reshape(-1, 128),
     }
 
 
 IQ4_XS = declare(
     "iq4_xs", 256, (("d", "f2", 1), ("high", "u2", 1), ("scales", "u1", 4), ("q", "u1", 128)),
     scales=("d",), planes=(("q",), ("d", "high", "scales")), decode=_iq4_xs, encode=_to_iq4_xs,
+    search=ScaleSearch(32, 0, 15, 32, signed=True, values=IQ4_VALUES, shifts=_SHIFTS),
     gguf_type=23, file_types={30: "IQ4_XS"}, fallback="iq4_nl",
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 x = d * scale * q - dmin * minimum (q2_k, q4_k, q5_k), or x = d * scale * (q - offset) (q3_k, q6_k).
 Layouts and the order of the float32 operations follow ggml, `ggml-common.h` and `ggml-quants.c`.
-The encoders write valid blocks; ggml's also search for the scales with the least error.
+The encoders fit the scales to the extreme values, unless scales are given.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .bit_packing import (
     pack_nibbles,
 )
 from .block_format import declare
-from .scale_fitting import F32, fit_largest, fit_span
+from .scale_fitting import F32, BlockScales, fit_largest, fit_span
+from .scale_search import ScaleSearch
 
 Array = np.ndarray
 
@@ -35,15 +36,19 @@ def _q2_k(b: Array) -> Array:
     return (scale[..., None] * q - least[..., None]).reshape(-1, 256)
 
 
-def _to_q2_k(x: Array) -> dict[str, Array]:
-    q, scale, low, d, dmin = fit_span(x.reshape(-1, 16, 16), 3, 15)
-    return {"scales": scale | low << 4, "q": pack_bit_pairs(q), "d": d, "dmin": dmin}
+def _to_q2_k(x: Array, given: BlockScales | None = None) -> dict[str, Array]:
+    sub = x.reshape(-1, 16, 16)
+    found = given or fit_span(sub, 3, 15)
+    q = found.levels(sub, 0, 3).astype(np.uint8)
+    scales = found.scale | found.low << 4
+    return {"scales": scales, "q": pack_bit_pairs(q), "d": found.d, "dmin": found.dmin}
 
 
 Q2_K = declare(
     "q2_k", 256, (("scales", "u1", 16), ("q", "u1", 64), ("d", "f2", 1), ("dmin", "f2", 1)),
     scales=("d", "dmin"), planes=(("q",), ("scales",), ("d", "dmin")),
     decode=_q2_k, encode=_to_q2_k,
+    search=ScaleSearch(16, 0, 3, 15, minimum=True, weighting="absolute", variance=1.0),
     gguf_type=10, file_types={10: "Q2_K"}, fallback="iq4_nl",
 )  # fmt: skip
 
@@ -60,22 +65,24 @@ def _q3_k(b: Array) -> Array:
     return (d[..., None] * q.astype(F32)).reshape(-1, 256)
 
 
-def _to_q3_k(x: Array) -> dict[str, Array]:
-    steps, scale, d = fit_largest(x.reshape(-1, 16, 16), -4, 32)
-    q = (np.clip(np.rint(steps), -4, 3) + 4).astype(np.uint8)
-    six = (scale + 32).astype(np.uint8)
+def _to_q3_k(x: Array, given: BlockScales | None = None) -> dict[str, Array]:
+    sub = x.reshape(-1, 16, 16)
+    found = given or fit_largest(sub, -4, 32)
+    q = (found.levels(sub, -4, 3) + 4).astype(np.uint8)
+    six = (found.scale + 32).astype(np.uint8)
     scales = [pack_nibbles(six & 15), pack_byte_pairs((six >> 4).reshape(-1, 4, 4))]
     return {
         "high": pack_bits((q >> 2).reshape(-1, 8, 32)),
         "q": pack_bit_pairs(q & 3),
         "scales": np.concatenate(scales, axis=-1),
-        "d": d,
+        "d": found.d,
     }
 
 
 Q3_K = declare(
     "q3_k", 256, (("high", "u1", 32), ("q", "u1", 64), ("scales", "u1", 12), ("d", "f2", 1)),
     scales=("d",), planes=(("q",), ("high",), ("scales",), ("d",)), decode=_q3_k, encode=_to_q3_k,
+    search=ScaleSearch(16, -4, 3, 32, signed=True, weighting="absolute"),
     gguf_type=11, file_types={11: "Q3_K - Small", 12: "Q3_K - Medium", 13: "Q3_K - Large"},
     fallback="iq4_nl",
 )  # fmt: skip
@@ -94,15 +101,17 @@ def _k_scales(b: Array) -> tuple[Array, Array]:
     return (d * scale.astype(F32))[..., None], (dmin * least.astype(F32))[..., None]
 
 
-def _to_k_scales(x: Array, most: int) -> tuple[Array, dict[str, Array]]:
+def _to_k_scales(x: Array, most: int, given: BlockScales | None) -> tuple[Array, dict[str, Array]]:
     """q in 0..most, [n, 8, 32], and the fields that `_k_scales` reads."""
-    q, scale, low, d, dmin = fit_span(x.reshape(-1, 8, 32), most, 63)
+    sub = x.reshape(-1, 8, 32)
+    found = given or fit_span(sub, most, 63)
+    q, scale, low = found.levels(sub, 0, most).astype(np.uint8), found.scale, found.low
     packed = [
         scale[:, :4] | scale[:, 4:] >> 4 << 6,
         low[:, :4] | low[:, 4:] >> 4 << 6,
         (scale[:, 4:] & 15) | low[:, 4:] << 4,
     ]
-    return q, {"d": d, "dmin": dmin, "scales": np.concatenate(packed, axis=-1)}
+    return q, {"d": found.d, "dmin": found.dmin, "scales": np.concatenate(packed, axis=-1)}
 
 
 def _runs(raw: Array) -> Array:
@@ -119,14 +128,15 @@ def _q4_k(b: Array) -> Array:
     return (scale * _runs(b["q"]).astype(F32) - least).reshape(-1, 256)
 
 
-def _to_q4_k(x: Array) -> dict[str, Array]:
-    q, scales = _to_k_scales(x, 15)
+def _to_q4_k(x: Array, given: BlockScales | None = None) -> dict[str, Array]:
+    q, scales = _to_k_scales(x, 15, given)
     return {**scales, "q": _pack_runs(q)}
 
 
 Q4_K = declare(
     "q4_k", 256, (("d", "f2", 1), ("dmin", "f2", 1), ("scales", "u1", 12), ("q", "u1", 128)),
     scales=("d", "dmin"), planes=(("q",), ("d", "dmin", "scales")), decode=_q4_k, encode=_to_q4_k,
+    search=ScaleSearch(32, 0, 15, 63, minimum=True, weighting="mean"),
     gguf_type=12, file_types={14: "Q4_K - Small", 15: "Q4_K - Medium"}, fallback="q5_0",
     common=True,
 )  # fmt: skip
@@ -138,8 +148,8 @@ def _q5_k(b: Array) -> Array:
     return (scale * q.astype(F32) - least).reshape(-1, 256)
 
 
-def _to_q5_k(x: Array) -> dict[str, Array]:
-    q, scales = _to_k_scales(x, 31)
+def _to_q5_k(x: Array, given: BlockScales | None = None) -> dict[str, Array]:
+    q, scales = _to_k_scales(x, 31, given)
     return {**scales, "high": pack_bits(q >> 4), "q": _pack_runs(q & 15)}
 
 
@@ -148,6 +158,7 @@ Q5_K = declare(
     (("d", "f2", 1), ("dmin", "f2", 1), ("scales", "u1", 12), ("high", "u1", 32), ("q", "u1", 128)),
     scales=("d", "dmin"), planes=(("q",), ("high",), ("d", "dmin", "scales")),
     decode=_q5_k, encode=_to_q5_k,
+    search=ScaleSearch(32, 0, 31, 63, minimum=True, weighting="mean"),
     gguf_type=13, file_types={16: "Q5_K - Small", 17: "Q5_K - Medium"}, fallback="q5_1",
 )  # fmt: skip
 
@@ -163,15 +174,17 @@ def _q6_k(b: Array) -> Array:
     return (scale[..., None] * q.astype(F32)).reshape(-1, 256)
 
 
-def _to_q6_k(x: Array) -> dict[str, Array]:
-    steps, scale, d = fit_largest(x.reshape(-1, 16, 16), -32, 128)
-    q = (np.clip(np.rint(steps), -32, 31) + 32).astype(np.uint8)
+def _to_q6_k(x: Array, given: BlockScales | None = None) -> dict[str, Array]:
+    sub = x.reshape(-1, 16, 16)
+    found = given or fit_largest(sub, -32, 128)
+    q = (found.levels(sub, -32, 31) + 32).astype(np.uint8)
     low = pack_nibbles((q & 15).reshape(-1, 2, 128)).reshape(-1, 128)
-    return {"q": low, "high": pack_bit_pairs(q >> 4), "scales": scale, "d": d}
+    return {"q": low, "high": pack_bit_pairs(q >> 4), "scales": found.scale, "d": found.d}
 
 
 Q6_K = declare(
     "q6_k", 256, (("q", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), ("d", "f2", 1)),
     scales=("d",), planes=(("q",), ("high",), ("scales",), ("d",)), decode=_q6_k, encode=_to_q6_k,
+    search=ScaleSearch(16, -32, 31, 128, signed=True, variance=0.0),
     gguf_type=14, file_types={18: "Q6_K"}, fallback="q8_0", common=True,
 )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 
 from .bit_packing import nibbles, pack_nibbles
 from .block_format import declare
-from .scale_fitting import F32, nearest
+from .scale_fitting import F32, BlockScales, nearest
 
 Array = np.ndarray
 
@@ -29,7 +29,7 @@ def _mxfp4(b: Array) -> Array:
     return _half_scale(b["e"]) * np.array(MXFP4_VALUES, F32)[nibbles(b["q"])]
 
 
-def _to_mxfp4(x: Array) -> dict[str, Array]:
+def _to_mxfp4(x: Array, given: BlockScales | None = None) -> dict[str, Array]:
     """The largest magnitude of a block becomes 8 to 16 steps, and 12 is the largest value."""
     amax = np.abs(x).max(axis=-1, keepdims=True)
     exponent = np.clip(np.frexp(amax)[1] + 124, 0, 254)

@@ -1,6 +1,12 @@
-"""Scales and steps of encoders: NumPy functions in float32, each operation rounding once."""
+"""Scales and levels of encoders: NumPy functions in float32, each operation rounding once.
+
+The scales fit the extreme values of each block, which takes one pass. `scale_search` has better
+ones.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,30 +33,70 @@ def round_away(x: Array) -> Array:
 
 def nearest(x: Array, values: tuple[int, ...]) -> Array:
     """The index of the nearest of ``values``, which ascend; the lower one at a tie."""
-    table = np.array(values, F32)
-    return np.searchsorted((table[1:] + table[:-1]) / 2, x).astype(np.uint8)
+    # x lies above a midpoint, which is a multiple of a half, if the ceiling of 2 x does.
+    first, last = 2 * values[0], 2 * values[-1]
+    index = np.searchsorted(np.add(values[1:], values[:-1]), np.arange(first, last + 1))
+    place = np.ceil(np.clip(x * F32(2), F32(first), F32(last))) - F32(first)
+    return index.astype(np.uint8)[place.astype(np.int16)]
 
 
-def span_steps(x: Array, most: int) -> tuple[Array, Array, Array]:
-    """Map each block's [min(x), max(x)] to 0..most. Returns q uint8 [n, block], the step and the
-    minimum, float32 [n, 1]."""
-    least = np.take_along_axis(x, x.argmin(axis=-1)[..., None], axis=-1)  # keeps a zero's sign
-    d = np.abs(x.max(axis=-1, keepdims=True) - least) / F32(most)
-    q = np.minimum((x - least) * inverse(d) + F32(0.5), most).astype(np.uint8)
+def _empty() -> Array:
+    return np.zeros(0, F32)
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """Scales of n blocks: x ~= d * scale * level - dmin * low.
+
+    ``d`` and ``dmin`` are float16 [n, 1], ``scale`` and ``low`` integers [n, sub-blocks]. Formats
+    of one run have no integers: x ~= d * level + dmin. Fields that a format lacks are empty.
+    """
+
+    d: Array
+    scale: Array = field(default_factory=_empty)
+    dmin: Array = field(default_factory=_empty)
+    low: Array = field(default_factory=_empty)
+
+    @property
+    def step(self) -> Array:
+        """The difference between two levels, float32 [n, sub-blocks, 1]."""
+        return (self.d.astype(F32) * self.scale.astype(F32))[..., None]
+
+    @property
+    def base(self) -> Array:
+        """What is subtracted from scaled levels, float32 [n, sub-blocks, 1]."""
+        return (self.dmin.astype(F32) * self.low.astype(F32))[..., None]
+
+    def levels(self, sub: Array, low: int, high: int) -> Array:
+        """The nearest levels of float32 [n, sub-blocks, elements], within low..high, as float32."""
+        if self.dmin.size:
+            sub = sub + self.base
+        found = sub * inverse(self.step)
+        np.rint(found, out=found)
+        return np.clip(found, low, high, out=found)
+
+
+def span_steps(x: Array, most: int, given: BlockScales | None = None) -> tuple[Array, Array, Array]:
+    """Map each block's [min(x), max(x)], or the span of ``given``, to 0..most.
+
+    Returns q uint8 [n, block], the step and the minimum, float32 [n, 1].
+    """
+    if given is None:
+        least = np.take_along_axis(x, x.argmin(axis=-1)[..., None], axis=-1)  # keeps a zero's sign
+        d = np.abs(x.max(axis=-1, keepdims=True) - least) / F32(most)
+    else:
+        d, least = given.d.astype(F32), given.dmin.astype(F32)
+    q = np.clip((x - least) * inverse(d) + F32(0.5), 0, most).astype(np.uint8)
     return q, d, least
 
 
-def fit_span(sub: Array, most: int, top: int) -> tuple[Array, Array, Array, Array, Array]:
-    """Map each sub-block's [min(x, 0), max(x, 0)] to 0..most; ggml searches for a better fit.
+def fit_span(sub: Array, most: int, top: int) -> BlockScales:
+    """Map each sub-block's [min(x, 0), max(x, 0)] to 0..most.
 
     Args:
         sub: float32 [n, sub-blocks, elements].
         most: largest integer of an element.
         top: largest integer of a scale or a minimum.
-
-    Returns:
-        q, scales and minima (uint8), and their units d and dmin (float16 [n, 1]):
-        x ~= d * scale * q - dmin * minimum.
     """
     least, highest = sub.min(axis=-1), sub.max(axis=-1)
     least = -np.where(least < 0, least, F32(0))  # never a zero with the other sign
@@ -59,27 +105,18 @@ def fit_span(sub: Array, most: int, top: int) -> tuple[Array, Array, Array, Arra
     dmin = (least.max(axis=-1, keepdims=True) / F32(top)).astype("<f2")
     scale = np.clip(np.rint(span * inverse(d.astype(F32))), 0, top).astype(np.uint8)
     low = np.clip(np.rint(least * inverse(dmin.astype(F32))), 0, top).astype(np.uint8)
-    step = (d.astype(F32) * scale.astype(F32))[..., None]
-    base = (dmin.astype(F32) * low.astype(F32))[..., None]
-    q = np.clip(np.rint((sub + base) * inverse(step)), 0, most).astype(np.uint8)
-    return q, scale, low, d, dmin
+    return BlockScales(d, scale, dmin, low)
 
 
-def fit_largest(sub: Array, lowest: int, top: int) -> tuple[Array, Array, Array]:
-    """Map the value of largest magnitude of each sub-block to about ``lowest``, which is negative;
-    ggml searches for a better fit.
+def fit_largest(sub: Array, lowest: int, top: int) -> BlockScales:
+    """Map the value of largest magnitude of each sub-block to about ``lowest``, which is negative.
 
     Args:
         sub: float32 [n, sub-blocks, elements].
         lowest: integer of the value of largest magnitude.
         top: scales are integers in -top..top - 1.
-
-    Returns:
-        The elements in steps of their scales (float32, not rounded), the scales (int8) and their
-        unit d (float16 [n, 1]).
     """
     span = largest(sub)[..., 0] / F32(lowest)
     d = (largest(span) / F32(-top)).astype("<f2")
     scale = np.clip(np.rint(span * inverse(d.astype(F32))), -top, top - 1).astype(np.int8)
-    step = (d.astype(F32) * scale.astype(F32))[..., None]
-    return sub * inverse(step), scale, d
+    return BlockScales(d, scale)

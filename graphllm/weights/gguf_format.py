@@ -23,7 +23,7 @@ from ..graph.dtype import DTYPES, DType
 from .mapped_file import TensorInfo
 
 # ggml_type -> name of a plain dtype. The block formats declare their own numbers.
-_PLAIN: dict[int, str] = {
+PLAIN_TYPES: dict[int, str] = {
     0: "f32", 1: "f16", 24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64", 30: "bf16",
 }  # fmt: skip
 
@@ -316,7 +316,7 @@ def _dtype_of(kind: int) -> DType | None:
     for form in BLOCK_FORMATS.values():
         if form.gguf_type == kind:
             return form.dtype
-    return DTYPES[_PLAIN[kind]] if kind in _PLAIN else _UNSUPPORTED.get(kind)
+    return DTYPES[PLAIN_TYPES[kind]] if kind in PLAIN_TYPES else _UNSUPPORTED.get(kind)
 
 
 def _entry(cursor: Cursor) -> tuple[tuple[int, ...], DType, int]:

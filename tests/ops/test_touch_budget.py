@@ -178,6 +178,8 @@ CHOICES = {
     "graphllm/ops/linear.py": "samples",
     "graphllm/ops/quantise.py": "samples",
     "graphllm/profiler/bench.py": "docstring",
+    "graphllm/cli/quantize.py": "help text",
+    "graphllm/quantize/mixes.py": "mixes of formats",
     "graphllm/profiler/kernel_probes.py": "formats to probe",
     "graphllm/weights/weight_rules.py": "tensors of gpt-oss",
     "models/gpt_oss.py": "tensors of gpt-oss",

@@ -38,7 +38,7 @@ _MESSAGES = {
 
 
 @cache
-def _native(kernel: Kernel) -> ctypes._FuncPointer:
+def native(kernel: Kernel) -> ctypes._FuncPointer:
     """Return a kernel as a Python callable that releases the global interpreter lock."""
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(kernel.address)
 
@@ -83,8 +83,8 @@ class ThreadPool:
             first = step_interpreter.WORKERS + step_interpreter.SPIN_LIMIT
             words[first :: step_interpreter.WORKER_WORDS] = _BARRIER_SPIN_NS
             for each in self.kernels:
-                _native(each)  # compile before the first use
-        body = _native(step_interpreter.worker)
+                native(each)  # compile before the first use
+        body = native(step_interpreter.worker)
         for i in range(len(self._workers), threads):
             job = (self.control, i, 0)
             worker = threading.Thread(target=body, args=job, daemon=True, name=f"graphllm-cpu-{i}")
@@ -111,7 +111,7 @@ class ThreadPool:
                 self._wait()
                 self._busy = False
             if short:
-                _native(step_interpreter.run_with_caller)(self.control, program, threads)
+                native(step_interpreter.run_with_caller)(self.control, program, threads)
             else:
                 self._run_outside(program, threads)
             status = int(self._words[STATUS])
@@ -122,7 +122,7 @@ class ThreadPool:
         self._wait()  # until all workers have left the last program
         self._busy = True
         try:
-            _native(step_interpreter.start)(self.control, program, threads)
+            native(step_interpreter.start)(self.control, program, threads)
             self._wait()
         except BaseException:
             self._words[ABORT] = 1
@@ -132,7 +132,7 @@ class ThreadPool:
         self._busy = False
 
     def _wait(self) -> None:
-        words, wait = self._words, _native(step_interpreter.wait_finished)
+        words, wait = self._words, native(step_interpreter.wait_finished)
         while words[step_interpreter.FINISHED] != words[step_interpreter.PARTICIPANTS]:
             wait(self.control, 0, 0)
 
@@ -153,7 +153,7 @@ class ThreadPool:
             workers, self._workers = self._workers, []
             self._words[step_interpreter.QUIT] = 1
             empty = np.zeros(len(step_interpreter.ProgramHeader._fields), np.int64)
-            _native(step_interpreter.start)(self.control, int(empty.ctypes.data), len(workers))
+            native(step_interpreter.start)(self.control, int(empty.ctypes.data), len(workers))
             for worker in workers:
                 worker.join(timeout=1)
             self._lock.release()

@@ -1,0 +1,225 @@
+"""Writer of GGUF files, version 3.
+
+Source of the format: ggml, `docs/gguf.md`. The file is written under a temporary name in the same
+directory and gets its name when it is complete and on the disk.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelFileError, RequestError, quote
+from ..formats import BLOCK_FORMATS
+from ..graph.dtype import DType
+from ..weights.gguf_format import PLAIN_TYPES, Cursor, read_header
+from ..weights.mapped_file import MappedFile
+
+ALIGNMENT = 32
+_NUMBERS = {
+    "uint8": 0, "int8": 1, "uint16": 2, "int16": 3, "uint32": 4, "int32": 5, "float32": 6,
+    "uint64": 10, "int64": 11, "float64": 12,
+}  # fmt: skip
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_PLAIN_NUMBERS = {name: number for number, name in PLAIN_TYPES.items()}
+
+
+def _string(text: str | bytes) -> bytes:
+    data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+    return struct.pack("<Q", len(data)) + data
+
+
+def encode_value(value: Any) -> bytes:
+    """Return a metadata value with its type.
+
+    A bool, a str (or UTF-8 bytes), a NumPy number, a one-dimensional NumPy array, or a sequence of
+    strings. A Python int is a uint32, a float a float32.
+    """
+    if isinstance(value, (bool, np.bool_)):
+        return struct.pack("<IB", _BOOL, value)
+    if isinstance(value, (str, bytes)):
+        return struct.pack("<I", _STRING) + _string(value)
+    if isinstance(value, int):
+        value = np.uint32(value)
+    elif isinstance(value, float):
+        value = np.float32(value)
+    if isinstance(value, np.generic):
+        kind = _NUMBERS[value.dtype.name]
+        return struct.pack("<I", kind) + value.astype(value.dtype.newbyteorder("<")).tobytes()
+    if isinstance(value, np.ndarray):
+        kind = _BOOL if value.dtype == bool else _NUMBERS[value.dtype.name]
+        data = value.astype(value.dtype.newbyteorder("<")).tobytes()
+        return struct.pack("<IIQ", _ARRAY, kind, len(value)) + data
+    parts = [struct.pack("<IIQ", _ARRAY, _STRING, len(value)), *map(_string, value)]
+    return b"".join(parts)
+
+
+def read_encoded_metadata(path: Path) -> dict[str, bytes]:
+    """Return the metadata of a GGUF file as `encode_value` returns values, which keeps their types.
+
+    ModelFileError if the file is malformed.
+    """
+    file = MappedFile(path, data=False)
+    cursor = Cursor(file.view(), path)
+    found = {}
+    _, _, count = read_header(cursor)
+    for _ in range(count):
+        key = cursor.string()
+        start = cursor.pos
+        cursor.value()
+        found[key] = bytes(cursor.data[start : cursor.pos])
+    del cursor
+    file.close()
+    return found
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor to write: ``shape`` is outermost first."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.row_nbytes(self.shape[-1]) * math.prod(self.shape[:-1])
+
+    @property
+    def type_number(self) -> int:
+        form = BLOCK_FORMATS.get(self.dtype.name)
+        number = form.gguf_type if form else _PLAIN_NUMBERS.get(self.dtype.name)
+        if number is None:
+            raise ModelFileError(f"tensor {quote(self.name)}: GGUF has no type {self.dtype}")
+        return number
+
+
+def _header(metadata: dict[str, bytes], tensors: Sequence[TensorEntry]) -> bytes:
+    """The bytes before the tensors' data, padded."""
+    parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+    for key, value in metadata.items():
+        parts += [_string(key), value]
+    offset = 0
+    for each in tensors:
+        dims = each.shape[::-1]
+        parts += [
+            _string(each.name),
+            struct.pack(f"<I{len(dims)}Q", len(dims), *dims),
+            struct.pack("<IQ", each.type_number, offset),
+        ]
+        offset += -(-each.nbytes // ALIGNMENT) * ALIGNMENT
+    data = b"".join(parts)
+    return data + bytes(-len(data) % ALIGNMENT)
+
+
+class GgufWriter:
+    """A GGUF file being written; a context manager that removes it after an error.
+
+    Tensors are written in the order of ``tensors``, each in any number of parts.
+
+    Args:
+        path: The file.
+        metadata: Values by key, see `encode_value`.
+        tensors: All tensors.
+        force: Whether to replace an existing file.
+
+    Raises:
+        RequestError: The file exists.
+        OSError: The file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        metadata: dict[str, bytes],
+        tensors: Sequence[TensorEntry],
+        force: bool = False,
+    ) -> None:
+        check_output(path, force)
+        self.path, self._force = path, force
+        self._left = [each.nbytes for each in tensors]
+        header = _header({**metadata, "general.alignment": encode_value(ALIGNMENT)}, tensors)
+        self._part = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.part")
+        self._file = open(self._part, "xb")  # noqa: SIM115  # closed by __exit__
+        try:
+            self._write(header)
+        except BaseException:
+            self._discard()
+            raise
+
+    def __enter__(self) -> GgufWriter:
+        return self
+
+    def write(self, data: np.ndarray) -> None:
+        """Append bytes of the current tensor."""
+        self._left[0] -= data.nbytes
+        assert self._left[0] >= 0, "more bytes than the tensor has"
+        self._write(memoryview(np.ascontiguousarray(data)).cast("B"))
+        if not self._left[0]:
+            self._write(bytes(-self._file.tell() % ALIGNMENT))
+            del self._left[0]
+
+    def _write(self, data: bytes | memoryview) -> None:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+    def __exit__(self, kind: object, *failure: object) -> None:
+        if kind is not None:
+            self._discard()
+            return
+        try:
+            assert not self._left, "tensors are missing"
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._publish()
+        except BaseException:
+            self._discard()
+            raise
+
+    def _publish(self) -> None:
+        """Give the file its name, which it must not take from another file unless forced."""
+        if self._force:
+            os.replace(self._part, self.path)
+        else:
+            try:
+                os.link(self._part, self.path)
+            except FileExistsError:
+                check_output(self.path, force=False)
+                raise
+            except OSError:  # a file system without links
+                check_output(self.path, force=False)
+                os.replace(self._part, self.path)
+            else:
+                os.unlink(self._part)
+        with suppress(OSError):  # some file systems do not support this
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def _discard(self) -> None:
+        with suppress(OSError):  # closing flushes, which fails on a full disk
+            self._file.close()
+        with suppress(OSError):
+            os.unlink(self._part)
+
+
+def check_output(path: Path, force: bool) -> None:
+    """Raise RequestError if ``path`` cannot be written without replacing something."""
+    if path.is_dir():
+        raise RequestError(f"{path}: is a directory")
+    if path.exists() and not force:
+        raise RequestError(f"{path}: exists already", "force")
