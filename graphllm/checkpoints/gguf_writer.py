@@ -163,7 +163,7 @@ class GgufWriter:
         """Append bytes of the current tensor."""
         self._left[0] -= data.nbytes
         assert self._left[0] >= 0, "more bytes than the tensor has"
-        self._write(memoryview(np.ascontiguousarray(data)).cast("B"))
+        self._write(np.ascontiguousarray(data).data.cast("B"))
         if not self._left[0]:
             self._write(bytes(-self._file.tell() % ALIGNMENT))
             del self._left[0]

@@ -212,9 +212,7 @@ def has_nonfinite(made: np.ndarray, dtype: DType) -> bool:
     return any((words[i : i + _CHECKED] & ones).max() == ones for i in parts)
 
 
-def check_finite(
-    values: Blocks, name: str, first: int = 0, what: str = "infinite or NaN"
-) -> None:
+def check_finite(values: Blocks, name: str, first: int = 0, what: str = "infinite or NaN") -> None:
     """Raise ModelFileError for the first row with a value that is not finite, if there is one.
 
     Args:

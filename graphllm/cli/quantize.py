@@ -19,8 +19,7 @@ def quantize(
     model: Annotated[
         str,
         Argument(
-            help="A .gguf file (the first part of a split file), a Hugging Face directory or "
-            "ORG/NAME, or 'demo'.",
+            help="A .gguf file (the first part of a split file), or 'demo'.",
             show_default=False,
         ),
     ],
@@ -35,7 +34,9 @@ def quantize(
     ] = "q4_k_m",
     imatrix: Annotated[
         Path | None,
-        Option("--imatrix", help="Importance matrix of llama.cpp's imatrix tool.", show_default=False),
+        Option(
+            "--imatrix", help="Importance matrix of llama.cpp's imatrix tool.", show_default=False
+        ),
     ] = None,
     force: Annotated[bool, Option("--force", help="Overwrite an existing file.")] = False,
     allow_requantize: Annotated[
@@ -49,7 +50,7 @@ def quantize(
 ) -> None:
     """Quantise a model: write it as a GGUF file of another type.
 
-    graphllm quantize ~/models/Qwen3-0.6B qwen3-q4_k_m.gguf --type q4_k_m
+    graphllm quantize model-f16.gguf model-q4_k_m.gguf --type q4_k_m
 
     graphllm quantize model-f16.gguf model-iq4_xs.gguf --type iq4_xs --imatrix imatrix.gguf
     """

@@ -37,13 +37,13 @@ def encode_blocks(x: Array, dtype: DType, importance: Array | None) -> Array:
     search = form.search if importance is None else form.weighted_search
     values, blocks = x.reshape(-1, dtype.block), np.empty(x.size // dtype.block, form.layout)
     with np.errstate(all="ignore"):  # values next to zero, and scales beyond the range of float16
-        fit = None
+        scales = None
         if search is not None:
             found = search_scales(x, importance, search, dtype.block)
-            fit = round_scales(*found, search, importance is not None)
-        for name, field in form.encode(values, fit).items():
+            scales = round_scales(*found, search, importance is not None)
+        for name, field in form.encode(values, scales).items():
             blocks[name] = field
-    return blocks.view(np.uint8).reshape(len(x), -1)
+    return blocks.view(np.uint8).reshape(len(x), dtype.row_nbytes(x.shape[1]))
 
 
 class Encoder:
