@@ -19,7 +19,8 @@ def quantize(
     model: Annotated[
         str,
         Argument(
-            help="A .gguf file (the first part of a split file), or 'demo'.",
+            help="A .gguf file (the first part of a split file), a Hugging Face directory or "
+            "ORG/NAME, or 'demo'.",
             show_default=False,
         ),
     ],
@@ -50,7 +51,7 @@ def quantize(
 ) -> None:
     """Quantise a model: write it as a GGUF file of another type.
 
-    graphllm quantize model-f16.gguf model-q4_k_m.gguf --type q4_k_m
+    graphllm quantize ~/models/Qwen3-0.6B qwen3-q4_k_m.gguf --type q4_k_m
 
     graphllm quantize model-f16.gguf model-iq4_xs.gguf --type iq4_xs --imatrix imatrix.gguf
     """

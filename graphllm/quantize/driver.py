@@ -45,10 +45,14 @@ class Report:
 
 
 def open_source(model: str | Path) -> Source:
-    """Open the model to quantise: a GGUF file or ``demo``."""
+    """Open the model to quantise: a GGUF file, a Hugging Face directory or ``demo``."""
     path = checkpoint_path(model)
-    if path.is_dir() or path.suffix in (".safetensors", ".bin"):
-        raise ModelFileError(f"{path}: only GGUF files can be quantised")
+    if path.is_dir():
+        from .hf_source import HfSource
+
+        return HfSource(path)
+    if path.suffix in (".safetensors", ".bin"):
+        raise ModelFileError(f"{path}: give a GGUF file or a Hugging Face directory")
     return GgufSource(GgufCheckpoint(path))
 
 
@@ -66,7 +70,7 @@ def quantize(
     """Write ``model`` as a GGUF file of another type.
 
     Args:
-        model: A GGUF file (the first part of a split one), or ``demo``.
+        model: A GGUF file (the first part of a split one), a Hugging Face directory, or ``demo``.
         output: The file to write. It gets this name only when it is complete.
         kind: A type of `mixes.FILE_TYPES`.
         imatrix: llama.cpp's importance matrix.

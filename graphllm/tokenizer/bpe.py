@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import quote
 from ..weights.gguf import StringArray
@@ -139,7 +139,7 @@ class BpeTokenizer(Vocabulary):
 
     def _build(self) -> Tokenizer:
         """Build the package's tokenizer."""
-        from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # slow to import
+        from tokenizers import Tokenizer, models  # slow to import
 
         pre, merges = self._pre, self._merges()
         vocabulary = self._vocabulary()
@@ -150,9 +150,7 @@ class BpeTokenizer(Vocabulary):
         )
         engine = Tokenizer(model)
         if not pre.raw:
-            splits = [pre_tokenizers.Split(Regex(expand(p)), "isolated") for p in pre.patterns]
-            alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-            engine.pre_tokenizer = pre_tokenizers.Sequence([*splits, alphabet])
+            engine.pre_tokenizer = splitter(pre)
         return engine
 
     def _encode_text(self, text: str, starts: bool) -> list[int]:
@@ -181,6 +179,15 @@ class BpeTokenizer(Vocabulary):
             return piece.replace(SPACE.encode(), b" ")
         text = piece.decode("utf-8", "replace")
         return b"".join([BYTES.get(char) or char.encode() for char in text])
+
+
+def splitter(pre: PreTokenizer) -> Any:
+    """Return a pre-tokenizer of byte-level BPE as an object of the tokenizers package."""
+    from tokenizers import Regex, pre_tokenizers
+
+    splits = [pre_tokenizers.Split(Regex(expand(p)), "isolated") for p in pre.patterns]
+    alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, alphabet])
 
 
 def _texts(items: list[bytes]) -> list[str]:

@@ -20,6 +20,7 @@ from .vocabulary import NORMAL
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3  # fields of ModelProto
 _DUMMY_PREFIX = 3  # field add_dummy_prefix of NormalizerSpec
 _SHORT = 118  # bytes of a piece in a message of at most 127 bytes
+_MODEL_TYPE, _BPE = 3, 2  # field model_type of TrainerSpec, and its value for BPE
 _BOS, _EOS = 41, 42  # fields bos_id and eos_id of TrainerSpec
 
 
@@ -43,6 +44,11 @@ class ModelProto:
     def unprefixed(self) -> bytes:
         """``normalizer`` without the space before a text; of duplicate fields the last counts."""
         return self.normalizer + bytes([_DUMMY_PREFIX << 3, 0])
+
+    @property
+    def is_bpe(self) -> bool:
+        """Whether pieces are merged by score; otherwise this is a unigram model, or another."""
+        return dict(_fields(self.trainer)).get(_MODEL_TYPE) == _BPE
 
 
 def read_model(path: Path) -> ModelProto:

@@ -76,6 +76,11 @@ class HfTokenizer(BaseTokenizer):
         first = self._run("", add_special=True, parse_special=False).ids[:1]
         self.add_bos = self.bos_id is not None and first == [self.bos_id]
 
+    @property
+    def engine(self) -> tokenizers.Tokenizer:
+        """The tokenizer of the tokenizers package."""
+        return self._engine
+
     def _by_id(self, ids: dict[str, int]) -> dict[int, str]:
         """Return texts by id. ModelFileError for duplicate or too large ids."""
         if not ids:
