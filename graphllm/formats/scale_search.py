@@ -22,9 +22,13 @@ from .scale_fitting import F32, BlockScales, inverse, largest, nearest
 Array = np.ndarray
 
 
-# The extreme values as they are come first: later candidates only replace them if they are better,
-# so weights that were quantised before keep their scales.
-SHIFTS = (0.0, *(round(0.1 * i, 1) for i in range(-10, 11) if i))
+# The first two have the scales of weights that were quantised before, all or all but one of their
+# levels used. They start from the least value, the others from the best minimum so far.
+SHIFTS = (0.0, -1.0, *(round(0.1 * i, 1) for i in range(-9, 11) if i))
+FIXED = 2
+# A candidate must be better by more than the rounding of its score: if elements have few values,
+# many scales leave no error, and the first one is kept.
+MARGIN = 1 + 2.0**-21
 _SMALL_SHIFTS = tuple(shift for shift in SHIFTS if abs(shift) < 0.5)
 
 
@@ -116,12 +120,13 @@ def _search_span(x: Array, weights: Array, search: ScaleSearch) -> tuple[Array, 
     minimum = np.minimum(x.min(axis=0), F32(0))
     scale, best = (highest - minimum) / most, np.full_like(highest, -np.inf)
     sum_w, sum_x = _sum(weights), _sum(weights * x)
-    for shift in search.shifts:
-        # The candidates start from the best minimum so far.
-        factor = F32(search.high + shift) / (highest - minimum)
+    least = minimum
+    for index, shift in enumerate(search.shifts):
+        origin = least if index < FIXED else minimum
+        factor = F32(search.high + shift) / (highest - origin)
         sum_l, sum_l2, sum_xl = np.zeros((3, *highest.shape), F32)
         for value, weight in zip(x, weights):
-            level = np.rint(np.clip((value - minimum) * factor, F32(0), most))
+            level = np.rint(np.clip((value - origin) * factor, F32(0), most))
             term = weight * level
             sum_l, sum_l2, sum_xl = sum_l + term, sum_l2 + term * level, sum_xl + term * value
         det = sum_w * sum_l2 - sum_l * sum_l
@@ -132,7 +137,7 @@ def _search_span(x: Array, weights: Array, search: ScaleSearch) -> tuple[Array, 
         low = np.where(positive, F32(0), low)
         # The squared error is a constant minus this, for the solved scale and minimum.
         score = step * sum_xl + low * sum_x
-        better = (det > 0) & (score > best)
+        better = (det > 0) & (score > best * F32(MARGIN))
         scale, minimum = np.where(better, step, scale), np.where(better, low, minimum)
         best = np.where(better, score, best)
     return scale, minimum
@@ -149,7 +154,7 @@ def _search_symmetric(x: Array, weights: Array, search: ScaleSearch) -> tuple[Ar
             level = _level(value * factor, search)
             term = weight * level
             sum_l2, sum_xl = sum_l2 + term * level, sum_xl + term * value
-        better = (sum_l2 > 0) & (sum_xl * sum_xl > best * sum_l2)
+        better = (sum_l2 > 0) & (sum_xl * sum_xl > best * F32(MARGIN) * sum_l2)
         step = sum_xl / sum_l2
         scale = np.where(better, step, scale)
         best = np.where(better, step * sum_xl, best)
@@ -197,7 +202,7 @@ def _round_to_integers(
             term = weights * level
             sum_xl = (term * values).sum(axis=-1, keepdims=True)
             sum_l2 = (term * level).sum(axis=-1, keepdims=True)
-            better = (sum_l2 > 0) & (sum_xl * sum_xl > best * sum_l2)
+            better = (sum_l2 > 0) & (sum_xl * sum_xl > best * F32(MARGIN) * sum_l2)
             found = np.where(better, sum_xl / sum_l2, found)
             best = np.where(better, sum_xl / sum_l2 * sum_xl, best)
         unit = found.astype("<f2")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....formats.scale_search import ScaleSearch
+from ....formats.scale_search import FIXED, MARGIN, ScaleSearch
 from ..formats.encoder import ROUND, BlockEncoder
 from ..runtime.argument_block import argument_reader, argument_words
 from ..runtime.jit import HEADER_WORDS, Kernel, f32s, kernel
@@ -99,7 +99,8 @@ def _emit_span(e: SearchEmitter, form: ScaleSearch, x: Value, w: Value, shifts: 
     scale = e.variable(e.divide(e.sub(highest, least), e.f32(float(form.high))))
     minimum, best = e.variable(least), e.variable(e.f32(float("-inf")))
     with e.loop(len(form.shifts)) as loop:
-        low = e.get(minimum)
+        is_fixed = e.b.icmp_signed("<", loop.index, e.count(FIXED))
+        low = e.b.select(is_fixed, least, e.get(minimum))
         steps = e.add(
             e.f32(float(form.high)), e.broadcast_f32(e.at(shifts, e.times(loop.index, 4)))
         )
@@ -119,7 +120,7 @@ def _emit_span(e: SearchEmitter, form: ScaleSearch, x: Value, w: Value, shifts: 
         step = e.b.select(positive, e.divide(sum_xl, sum_l2), step)
         low = e.b.select(positive, e.f32(0.0), low)
         score = e.add(e.mul(step, sum_xl), e.mul(low, sum_x))
-        better = e.b.and_(e.less(e.f32(0.0), det), e.less(e.get(best), score))
+        better = e.b.and_(e.less(e.f32(0.0), det), e.less(e.mul(e.get(best), e.f32(MARGIN)), score))
         for place, found in ((scale, step), (minimum, low), (best, score)):
             e.set(place, e.b.select(better, found, e.get(place)))
     return e.get(scale), e.get(minimum)
@@ -144,7 +145,8 @@ def _emit_symmetric(e: SearchEmitter, form: ScaleSearch, x: Value, w: Value, shi
             term = e.mul(e.load_f32(w, VECTOR * i), level)
             sum_l2 = e.add(sum_l2, e.mul(term, level))
             sum_xl = e.add(sum_xl, e.mul(term, value))
-        more = e.less(e.mul(e.get(best), sum_l2), e.mul(sum_xl, sum_xl))
+        least = e.mul(e.mul(e.get(best), e.f32(MARGIN)), sum_l2)
+        more = e.less(least, e.mul(sum_xl, sum_xl))
         better = e.b.and_(e.less(e.f32(0.0), sum_l2), more)
         step = e.divide(sum_xl, sum_l2)
         e.set(scale, e.b.select(better, step, e.get(scale)))
