@@ -1,6 +1,8 @@
 """Speed of quantization on load (`--type`): million weights per second, by format and threads.
 
-    python benchmarks/quantize_cpu.py [--types q8_0,q4_0] [-t 1,2,4] [--against CHECKOUT]
+    python benchmarks/quantize_cpu.py [--types q8_0,q4_0] [-t 1,2,4] [--search] [--against CHECKOUT]
+
+With ``--search``, the speed of the verb `quantize`, which searches for scales; without the file.
 
 The input is a matrix of random bf16 numbers in memory, 2,048 columns wide. Each measurement is a
 separate process on the given number of cores: one conversion as warm-up, then ``--repeats`` more.
@@ -19,6 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import graphllm.formats  # noqa: F401  # declares the block formats
 from graphllm.graph.dtype import BF16, DTYPES
 
 HERE = Path(__file__).parents[1]
@@ -27,7 +30,7 @@ COLUMNS = 2048
 # Script of the separate process: prints the seconds of each conversion.
 _CONVERT = """
 import os, sys, time
-kind, threads, rows, repeats = sys.argv[1], *map(int, sys.argv[2:])
+kind, threads, rows, repeats, search = sys.argv[1], *map(int, sys.argv[2:])
 os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:threads])
 import ml_dtypes, numpy as np
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +41,12 @@ if kind == "copy":
     def copy(part):
         np.copyto(y[part[0] : part[-1] + 1], x[part[0] : part[-1] + 1])
     work = lambda: list(pool.map(copy, parts))
+elif search:
+    from graphllm.formats.quantization import Blocks
+    from graphllm.graph.dtype import BF16, DTYPES
+    from graphllm.quantize.encode import Encoder
+    encoder, source = Encoder(threads), Blocks(x.view(np.uint8), BF16, 2048)
+    work = lambda: list(encoder.encode("x", source, DTYPES[kind], None))
 else:
     from graphllm.weights import Arrays
     from graphllm.checkpoints.quantize_on_load import QuantizedWeights
@@ -51,10 +60,12 @@ for _ in range(repeats + 1):
 """
 
 
-def seconds(checkout: Path, kind: str, threads: int, rows: int, repeats: int) -> float:
+def seconds(
+    checkout: Path, kind: str, threads: int, rows: int, repeats: int, search: bool
+) -> float:
     """Return the median time of the conversions in one process."""
     # The working directory decides which graphllm is imported.
-    words = [sys.executable, "-c", _CONVERT, kind, *map(str, (threads, rows, repeats))]
+    words = [sys.executable, "-c", _CONVERT, kind, *map(str, (threads, rows, repeats, int(search)))]
     done = subprocess.run(words, cwd=checkout, capture_output=True, text=True, check=True)
     return statistics.median([float(line) for line in done.stdout.split()][1:])
 
@@ -80,6 +91,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16_384)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--search", action="store_true")
     parser.add_argument("--against", type=Path)
     a = parser.parse_args()
     sides = [HERE] if a.against is None else [HERE, a.against]
@@ -89,7 +101,7 @@ def main() -> None:
             found: list[list[float]] = [[] for _ in sides]
             for number in range(a.rounds):
                 for i in range(len(sides))[:: -1 if number % 2 else 1]:
-                    found[i].append(seconds(sides[i], kind, threads, a.rows, a.repeats))
+                    found[i].append(seconds(sides[i], kind, threads, a.rows, a.repeats, a.search))
             print(shown(kind, threads, a.rows * COLUMNS, found), flush=True)
 
 
