@@ -164,6 +164,7 @@ CHOICES = {
     "graphllm/backends/cuda/kernels/small_batch_blocks.py": "launch shapes tuned for some formats",
     "graphllm/checkpoints/hf_directory.py": "quant_method of Hugging Face",
     "graphllm/checkpoints/model_shapes.py": "mixes of formats",
+    "graphllm/cli/attribute.py": "help text",
     "graphllm/cli/bench.py": "help text",
     "graphllm/cli/options.py": "help text",
     "graphllm/cli/plan.py": "help text",
