@@ -1,24 +1,21 @@
 """Writer of GGUF files, version 3.
 
-Source of the format: ggml, `docs/gguf.md`. The file is written under a temporary name in the same
-directory and gets its name when it is complete and on the disk.
+Source of the format: ggml, `docs/gguf.md`. The file gets its name when it is complete.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import secrets
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import ModelFileError, RequestError, quote
+from ..atomic_file import AtomicFile
+from ..errors import ModelFileError, quote
 from ..formats import BLOCK_FORMATS
 from ..graph.dtype import DType
 from ..weights.gguf_format import PLAIN_TYPES, Cursor, read_header
@@ -144,82 +141,28 @@ class GgufWriter:
         tensors: Sequence[TensorEntry],
         force: bool = False,
     ) -> None:
-        check_output(path, force)
-        self.path, self._force = path, force
+        self._file = AtomicFile(path, force)
         self._left = [each.nbytes for each in tensors]
-        header = _header({**metadata, "general.alignment": encode_value(ALIGNMENT)}, tensors)
-        self._part = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.part")
-        self._file = open(self._part, "xb")  # noqa: SIM115  # closed by __exit__
-        try:
-            self._write(header)
-        except BaseException:
-            self._discard()
-            raise
+        self._header = _header({**metadata, "general.alignment": encode_value(ALIGNMENT)}, tensors)
 
     def __enter__(self) -> GgufWriter:
+        self._file.__enter__()
+        try:
+            self._file.write(self._header)
+        except BaseException:
+            self._file.discard()
+            raise
         return self
 
     def write(self, data: np.ndarray) -> None:
         """Append bytes of the current tensor."""
         self._left[0] -= data.nbytes
         assert self._left[0] >= 0, "more bytes than the tensor has"
-        self._write(np.ascontiguousarray(data).data.cast("B"))
+        self._file.write(np.ascontiguousarray(data).data.cast("B"))
         if not self._left[0]:
-            self._write(bytes(-self._file.tell() % ALIGNMENT))
+            self._file.write(bytes(-self._file.nbytes % ALIGNMENT))
             del self._left[0]
 
-    def _write(self, data: bytes | memoryview) -> None:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
-
     def __exit__(self, kind: object, *failure: object) -> None:
-        if kind is not None:
-            self._discard()
-            return
-        try:
-            assert not self._left, "tensors are missing"
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._publish()
-        except BaseException:
-            self._discard()
-            raise
-
-    def _publish(self) -> None:
-        """Give the file its name, which it must not take from another file unless forced."""
-        if self._force:
-            os.replace(self._part, self.path)
-        else:
-            try:
-                os.link(self._part, self.path)
-            except FileExistsError:
-                check_output(self.path, force=False)
-                raise
-            except OSError:  # a file system without links
-                check_output(self.path, force=False)
-                os.replace(self._part, self.path)
-            else:
-                os.unlink(self._part)
-        with suppress(OSError):  # some file systems do not support this
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-
-    def _discard(self) -> None:
-        with suppress(OSError):  # closing flushes, which fails on a full disk
-            self._file.close()
-        with suppress(OSError):
-            os.unlink(self._part)
-
-
-def check_output(path: Path, force: bool) -> None:
-    """Raise RequestError if ``path`` cannot be written without replacing something."""
-    if path.is_dir():
-        raise RequestError(f"{path}: is a directory")
-    if path.exists() and not force:
-        raise RequestError(f"{path}: exists already", "force")
+        assert kind is not None or not self._left, "tensors are missing"
+        self._file.__exit__(kind)

@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
 
 import numpy as np
 
+from ..atomic_file import AtomicFile
 from ..errors import ModelFileError, RequestError
 from ..tokenizer import Tokenizer
 from .perplexity import MIN_CONTEXT, first_predicted
@@ -203,9 +202,7 @@ class BaseFileWriter:
         fields = (MAGIC, VERSION, context, count, vocab, np.void(digest))
         self._header = np.array([fields], HEADER)
         self._row = row_dtype(vocab)
-        self._target = self.path.resolve()  # a symbolic link stays one
-        self._part = self._target.with_name(f".{self.path.name}.{secrets.token_hex(4)}.part")
-        self._file: BinaryIO
+        self._file = AtomicFile(self.path, replace=True)
 
     def new_rows(self, count: int) -> np.ndarray:
         """Return rows for `encode` to fill."""
@@ -213,32 +210,27 @@ class BaseFileWriter:
 
     def write(self, data: np.ndarray) -> None:
         """Append rows. RequestError: the file cannot be written."""
-        try:
+        with self._reported():
             self._file.write(data.view(np.uint8).data)
-        except OSError as error:
-            raise RequestError(f"{self.path}: {error.strerror}") from None
 
     def __enter__(self) -> BaseFileWriter:
-        if self._target.exists() and not self._target.is_file():  # a device would be replaced
-            raise RequestError(f"{self.path}: it is no regular file")
+        with self._reported():
+            self._file.__enter__()
         try:
-            self._file = self._part.open("xb")
-        except OSError as error:
-            raise RequestError(f"{self.path}: {error.strerror}") from None
-        self.write(self._header)
-        self.write(self._chunks.astype("<i4"))
+            self.write(self._header)
+            self.write(self._chunks.astype("<i4"))
+        except BaseException:
+            self._file.discard()
+            raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, kind: object, *failure: object) -> None:
+        with self._reported():
+            self._file.__exit__(kind)
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
         try:
-            self._file.close()
-            if kind is None:
-                os.replace(self._part, self._target)
-        except OSError as failure:
-            raise RequestError(f"{self.path}: {failure.strerror}") from None
-        finally:
-            with suppress(OSError):
-                self._part.unlink()
+            yield
+        except OSError as error:
+            raise RequestError(f"{self.path}: {error.strerror}") from None

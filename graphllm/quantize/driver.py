@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ..atomic_file import check_output
 from ..checkpoints.checkpoint import checkpoint_path
 from ..checkpoints.gguf import GgufCheckpoint
-from ..checkpoints.gguf_writer import GgufWriter, TensorEntry, check_output, encode_value
+from ..checkpoints.gguf_writer import GgufWriter, TensorEntry, encode_value
 from ..checkpoints.quantize_on_load import EXPONENT, check_finite, has_nonfinite
 from ..errors import ModelFileError, RequestError, quote
 from ..formats.quantization import Blocks, check_scales

@@ -111,8 +111,8 @@ def test_the_core_imports_no_accelerator():
 # Packages and root modules of graphllm, lowest first. A module may import from its own package and
 # from those before it. Imports inside functions and under TYPE_CHECKING count.
 IMPORT_ORDER = (
-    "errors", "version", "terminal", "progress", "env", "debug", "cache", "arguments",
-    "system_info",
+    "errors", "atomic_file", "version", "terminal", "progress", "env", "debug", "cache",
+    "arguments", "system_info",
     "graph",  # tensors, op declarations, rewriting
     "formats",  # block formats
     "ops",

@@ -183,8 +183,8 @@ def test_a_file_that_cannot_be_written_leaves_nothing(paths, tmp_path):
     with load(first) as llm:
         for path, message in (
             (tmp_path / "missing" / "file", "No such file or directory"),
-            (tmp_path, "it is no regular file"),
-            ("/dev/null", "it is no regular file"),
+            (tmp_path, "is a directory"),
+            ("/dev/null", "is no regular file"),
         ):
             with pytest.raises(RequestError, match=f"{path}: {message}"):
                 llm.perplexity(ids(), CONTEXT, save_base=path)
