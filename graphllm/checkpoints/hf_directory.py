@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from ..weights.mapped_file import TensorInfo
 from ..weights.safetensors import Safetensors
 from ..weights.strict_json import json_object
 from ..weights.weight_rules import UNUSED_BUFFERS
+from . import published
 
 if TYPE_CHECKING:
     from ..model.config import DecoderConfig
@@ -27,7 +28,7 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "ice_text.model", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-_QUANT_METHODS = ("mxfp4",)  # supported values of quant_method in quantization_config
+_QUANT_METHODS = ("mxfp4", *published.METHODS)  # supported values of quant_method
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -60,14 +61,24 @@ class HfCheckpoint:
         if not (path / "config.json").is_file():
             raise ModelFileError(f"{path}: is a directory without a config.json")
         self.metadata = read_json(path / "config.json")
-        quantised = self.metadata.get("quantization_config")
-        if quantised is not None:
-            method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-            if method not in _QUANT_METHODS:
-                text = f"weights quantised by {quote(method)} are not supported"
-                raise ConfigError(f"{path / 'config.json'}: {text}")
-        self.file = Safetensors(file or path, data)
+        pack = self._packing()
+        stored = Safetensors(file or path, data)
+        self.file = pack(stored) if pack else stored
         self._data = data
+
+    def _packing(self) -> Callable[[Safetensors], published.PackedTensors] | None:
+        """Read quantization_config; return what repacks the tensors, None if nothing needs to."""
+        quantised = self.metadata.get("quantization_config")
+        if quantised is None:
+            return None
+        config = self.path / "config.json"
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        if method not in _QUANT_METHODS:
+            text = f"weights quantised by {quote(method)} are not supported"
+            raise ConfigError(f"{config}: {text}, only by {', '.join(_QUANT_METHODS)}")
+        if method not in published.METHODS:
+            return None
+        return published.scheme(method, f"{config}: quantization_config", quantised)
 
     @property
     def architecture(self) -> str:

@@ -134,7 +134,7 @@ class QuantizedWeights:
             "blocks": f"as stored, not {self.kind}: they have a block format already",
         }
         lines = [f"{count} matrices are {texts[key]}" for key, count in counts.items() if count]
-        return [*lines, *self._convert.notes]
+        return [*lines, *self._convert.notes, *getattr(self._weights, "notes", list)()]
 
 
 class Converter:

@@ -320,6 +320,10 @@ class NamedWeights:
     def names(self) -> Iterable[str]:
         return self._weights.keys()
 
+    def notes(self) -> list[str]:
+        """Return the file's notes for the user on tensors read so far."""
+        return getattr(self.file, "notes", list)()
+
     def drop(self, name: str) -> None:
         """Remove a weight that the model does not use."""
         del self._weights[name]

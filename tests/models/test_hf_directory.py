@@ -132,7 +132,7 @@ def _halves(name: str, value: np.ndarray, config) -> np.ndarray:
         ({"rope_scaling": {"type": "linear", "factor": 2, "twist": 1}}, "unknown keys: 'twist'"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0.0 must be above 0"),
         ({"num_key_value_heads": 4}, "6 attention heads are not a multiple of 4 KV heads"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq' are not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantised by 'hqq' are not supported"),
     ],
 )
 def test_refused_configurations(tmp_path, keys, message):

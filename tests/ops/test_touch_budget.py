@@ -165,6 +165,7 @@ CHOICES = {
     "graphllm/checkpoints/hf_directory.py": "quant_method of Hugging Face",
     "graphllm/checkpoints/model_shapes.py": "mixes of formats",
     "graphllm/cli/attribute.py": "help text",
+    "graphllm/checkpoints/published/blocks.py": "formats of published integers",
     "graphllm/cli/bench.py": "help text",
     "graphllm/cli/options.py": "help text",
     "graphllm/cli/plan.py": "help text",

@@ -1,0 +1,194 @@
+"""A linear stored as packed integers, scales and zero points; its repacking into blocks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from ...errors import ModelFileError, quote
+from ...formats.quantization import dequantise
+from ...graph.dtype import I32, DType
+from ...weights.mapped_file import TensorInfo
+from ...weights.safetensors import Safetensors
+from .blocks import block_dtype, make_blocks
+from .settings import GROUP
+
+Array = np.ndarray
+_TILE = 1 << 20  # elements repacked at once, so that intermediate results stay in a cache
+_MIN_ROWS = 64  # of a tile: consecutive columns of files that store the transpose; a multiple of 8
+_FLOATS = ("f32", "f16", "bf16")
+
+
+class PackedLinear(ABC):
+    """A weight [N, K] as packed integers. Subclasses state the layout of a method.
+
+    The constructor checks shapes and dtypes; `raw` checks values. Errors are ModelFileErrors that
+    name the tensor.
+
+    Attributes:
+        module: Path of the module; the weight is called ``{module}.weight``.
+        parts: Suffixes of the module's tensors that the weight replaces.
+        shape: [N, K].
+        group: Elements of a row that share a scale; the last group of a row may be smaller.
+        inexact_scales: Number of scales that lost precision as float16, known after `raw`.
+    """
+
+    scale_part: str  # suffixes of the tensors, for error messages
+    zero_part: str
+
+    def __init__(
+        self, file: Safetensors, module: str, parts: tuple[str, ...], bits: int, symmetric: bool
+    ) -> None:
+        self.file, self.module, self.bits, self.symmetric = file, module, bits, symmetric
+        self.parts = tuple(part for part in parts if self.name(part) in file.tensors)
+        self.dtype: DType = block_dtype(bits, symmetric)
+        self.per_word = 32 // bits
+        self.shape = (0, 0)
+        self.group = 0
+        self.inexact_scales = 0
+
+    def set_shape(self, rows: int, columns: int, group_size: int, part: str) -> None:
+        """Set the shape and the group; ``part`` is the packed tensor, for error messages."""
+        if columns % GROUP or not rows or not columns:
+            text = f"is a weight of {rows} x {columns}, whose rows are not whole blocks of {GROUP}"
+            raise self.error(part, text)
+        self.shape = (rows, columns)
+        self.group = columns if group_size == -1 else min(group_size, columns)
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of a row."""
+        return -(-self.shape[1] // self.group)
+
+    @property
+    def info(self) -> TensorInfo:
+        """Description of the weight as a tensor; it has no offset in a file."""
+        rows, columns = self.shape
+        nbytes = rows * self.dtype.row_nbytes(columns)
+        return TensorInfo(self.name("weight"), self.shape, self.dtype, nbytes, 0)
+
+    @abstractmethod
+    def words(self, rows: slice) -> Array:
+        """Return unsigned integers of some rows: uint32 [n, K * bits / 32], low bits first."""
+
+    @abstractmethod
+    def scales(self) -> Array:
+        """Return the scale of each group, float32 [N, groups]."""
+
+    @abstractmethod
+    def zeros(self) -> Array | None:
+        """Return the zero point of each group, uint8 [N, groups]; None stands for the middle."""
+
+    def check_order(self) -> None:  # noqa: B027 (not all methods have an order)
+        """Raise ModelFileError if elements are not grouped in the order of their columns."""
+
+    def raw(self) -> Array:
+        """Return the weight's blocks, read-only uint8 [N, row_bytes], repacked by tiles of rows."""
+        self.check_order()
+        rows, columns = self.shape
+        blocks = columns // GROUP
+        d, zeros = self._float16_scales(), self._zeros()
+        made = np.empty((rows, self.dtype.row_nbytes(columns)), np.uint8)
+        step = max(_MIN_ROWS, _TILE // columns // 8 * 8)
+        for start in range(0, rows, step):
+            tile = slice(start, min(rows, start + step))
+            scale, zero = (
+                np.repeat(each[tile], self.group // GROUP, axis=1)[:, :blocks]
+                for each in (d, zeros)
+            )
+            made[tile] = make_blocks(self.words(tile), scale, zero, self.dtype)
+        made.flags.writeable = False
+        return made
+
+    def _float16_scales(self) -> Array:
+        """Return the scales as float16 [N, groups], which must be finite and not zero."""
+        scales = self.scales()
+        bad = ~np.isfinite(scales) | (scales == 0)
+        if bad.any():
+            raise self._value_error(
+                self.scale_part, bad, scales, "a scale must be finite and not zero"
+            )
+        with np.errstate(over="ignore", under="ignore"):
+            d = scales.astype(np.float16)
+        wide = np.isinf(d)
+        if not self.symmetric:  # the offset is at most this
+            wide |= np.abs(scales) * (2**self.bits - 1) > np.finfo(np.float16).max
+        if wide.any():
+            raise self._value_error(
+                self.scale_part, wide, scales, "a scale is beyond the range of f16"
+            )
+        error = np.abs(d.astype(np.float32) - scales)
+        self.inexact_scales = int((error > np.abs(scales) * np.float32(2**-11)).sum())
+        return d
+
+    def _zeros(self) -> Array:
+        zeros, middle = self.zeros(), 2 ** (self.bits - 1)
+        if zeros is None:
+            return np.full((self.shape[0], self.groups), middle, np.uint8)
+        if self.symmetric and (zeros != middle).any():
+            text = f"a zero point is not {middle}, but the weights are declared symmetric"
+            raise self._value_error(self.zero_part, zeros != middle, zeros, text)
+        return zeros
+
+    def _value_error(self, part: str, bad: Array, values: Array, text: str) -> ModelFileError:
+        row, group = (int(i) for i in np.argwhere(bad)[0])
+        value = str(values[row, group]).replace("nan", "NaN")
+        return self.error(part, f"row {row}, group {group} is {value}: {text}")
+
+    # ------------------------------------------------------------------------------ stored tensors
+
+    def name(self, part: str) -> str:
+        return f"{self.module}.{part}"
+
+    def has(self, part: str) -> bool:
+        return part in self.parts
+
+    def error(self, part: str, text: str) -> ModelFileError:
+        return ModelFileError(f"{self.file.path}: tensor {quote(self.name(part))}: {text}")
+
+    def tensor(self, part: str, shape: tuple[int, ...] | None, *dtypes: str) -> TensorInfo:
+        """Return a tensor's description after a check of its shape and dtype."""
+        if self.name(part) not in self.file.tensors:
+            raise self.error(part, "missing")
+        info = self.file.readable(self.name(part))
+        if info.dtype.name not in dtypes:
+            raise self.error(part, f"is {info.dtype}, not {' or '.join(dtypes)}")
+        if shape is not None and info.shape != shape:
+            raise self.error(part, f"has shape {list(info.shape)}, not {list(shape)}")
+        return info
+
+    def matrix(self, part: str) -> tuple[int, int]:
+        """Return the shape of a matrix of int32."""
+        shape = self.tensor(part, None, I32.name).shape
+        if len(shape) != 2:
+            raise self.error(part, f"has shape {list(shape)}, which is no matrix")
+        return shape[0], shape[1]
+
+    def check_floats(self, part: str, shape: tuple[int, ...]) -> None:
+        self.tensor(part, shape, *_FLOATS)
+
+    def integers(self, part: str) -> Array:
+        """Return a view of a tensor of integers in its shape, int32 as uint32."""
+        info = self.file.info(self.name(part))
+        kind = np.dtype("<u4") if info.dtype is I32 else info.dtype.numpy
+        assert kind is not None
+        return self.file.raw(self.name(part)).view(kind).reshape(info.shape)
+
+    def floats(self, part: str) -> Array:
+        """Return a tensor of floats as float32 in its shape."""
+        info = self.file.info(self.name(part))
+        with np.errstate(invalid="ignore"):  # raised by signalling NaN
+            return dequantise(self.file.raw(self.name(part)), info.dtype).reshape(info.shape)
+
+    def check_group_index(self, part: str) -> None:
+        """Check that ``part``, the group of each column, has groups of neighbouring columns."""
+        want = np.arange(self.shape[1]) // self.group
+        if not np.array_equal(self.integers(part), want):
+            text = "groups that follow the order of activations (desc_act) are not supported"
+            raise self.error(part, text)
+
+    def release(self) -> None:
+        """Release the pages of the module's tensors from memory."""
+        for part in self.parts:
+            self.file.release(self.name(part))

@@ -1,0 +1,78 @@
+"""A directory's tensors with each packed linear as one tensor in a block format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import ModelFileError, join_names, quote
+from ...weights.mapped_file import TensorInfo
+from ...weights.safetensors import Safetensors
+from .packed_linear import PackedLinear
+
+
+class PackedTensors:
+    """Tensors of a file, in which ``{module}.weight`` replaces a module's packed tensors.
+
+    The weight is repacked whenever it is read. All other tensors stay as stored, so the rules of
+    a model (stacked experts, fused projections) apply as they do to floats.
+
+    Args:
+        file: The stored tensors.
+        linears: The packed linears among them.
+        source: The file and the key that declare them, for error messages.
+
+    Raises:
+        ModelFileError: There is no packed linear, or one has float weights as well.
+    """
+
+    def __init__(self, file: Safetensors, linears: Sequence[PackedLinear], source: str) -> None:
+        self._file = file
+        self._linears = {linear.name("weight"): linear for linear in linears}
+        if not linears:
+            raise ModelFileError(f"{file.path}: no packed weights, which {source} declares")
+        both = next((name for name in self._linears if name in file.tensors), None)
+        if both is not None:
+            raise ModelFileError(f"{file.path}: tensor {quote(both)}: stored packed as well")
+        replaced = {linear.name(part): linear for linear in linears for part in linear.parts}
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, info in file.tensors.items():
+            made = replaced[name].info if name in replaced else info
+            self.tensors.setdefault(made.name, made)
+
+    @property
+    def path(self) -> Path:
+        return self._file.path
+
+    def readable(self, name: str) -> TensorInfo:
+        """See `TensorFiles.readable`."""
+        packed = name in self._linears
+        return self.tensors[name] if packed else self._file.readable(name)
+
+    def raw(self, name: str) -> np.ndarray:
+        """See `TensorFiles.raw`; a packed linear is repacked, and its stored pages released."""
+        linear = self._linears.get(name)
+        if linear is None:
+            return self._file.raw(name)
+        made = linear.raw()
+        linear.release()
+        return made
+
+    def release(self, name: str) -> None:
+        """See `TensorFiles.release`. Repacked bytes are freed with their last view."""
+        if name not in self._linears:
+            self._file.release(name)
+
+    def notes(self) -> list[str]:
+        """Return a line if scales read so far lost precision as float16."""
+        found = [linear for linear in self._linears.values() if linear.inexact_scales]
+        if not found:
+            return []
+        count = sum(linear.inexact_scales for linear in found)
+        modules = join_names([linear.module for linear in found])
+        return [f"{count} scales are too small to be exact in f16: those of {modules}"]
+
+    def close(self) -> None:
+        self._file.close()

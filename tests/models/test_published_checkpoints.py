@@ -1,0 +1,225 @@
+"""GPTQ, AWQ and compressed-tensors directories, read without conversion to floats.
+
+The oracle is their definition, scale * (q - zero), in float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hf_models
+import numpy as np
+import packed_checkpoints as writer
+import pytest
+from packed_checkpoints import awq_config, gptq_config, integers_of
+
+import graphllm
+from graphllm.checkpoints import published
+from graphllm.checkpoints.checkpoint import open_checkpoint
+from graphllm.checkpoints.published import packed_linear
+from graphllm.errors import ConfigError, ModelFileError
+from graphllm.formats.quantization import dequantise
+from graphllm.weights.safetensors import Safetensors
+
+IDS = [int(i) for i in np.random.default_rng(3).integers(3, 120, 12)]
+
+
+def read(folder: Path, config: dict, tensors: writer.Tensors) -> published.PackedTensors:
+    """Write the tensors as a file, and open it with the configuration."""
+    folder.mkdir(exist_ok=True)
+    writer.write(folder / "model.safetensors", tensors)
+    wrap = published.scheme(config["quant_method"], "config.json: quantization_config", config)
+    return wrap(Safetensors(folder))
+
+
+def random_linear(bits: int, group: int, symmetric: bool, rows: int = 136, columns: int = 416):
+    values = np.random.default_rng(0).standard_normal((rows, columns)).astype(np.float32)
+    return integers_of(values, bits, group, symmetric)
+
+
+def check(file: published.PackedTensors, want: writer.Packed, form: str, atol: float) -> None:
+    """Compare the weight with the definition; ``atol`` is in steps."""
+    info = file.readable("a.weight")
+    assert (info.shape, info.dtype.name) == (want.codes.shape, form)
+    assert list(file.tensors) == ["a.weight"]
+    raw = file.raw("a.weight")
+    assert raw.nbytes == info.nbytes and not raw.flags.writeable
+    error = np.abs(dequantise(raw, info.dtype) - want.dequantise())
+    scale = want.scales.astype(np.float32)[:, np.arange(want.codes.shape[1]) // want.group]
+    assert (error <= atol * scale).all()
+
+
+# Rounding of -zero * scale to float16, in steps: half an ulp, relative 2^-11, of at most 15 steps.
+OFFSET = 16 * 2.0**-11
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("bits", "group", "sym", "form"),
+    [(4, 32, True, "q4_0"), (4, 128, False, "q4_1"), (4, -1, False, "q4_1"), (8, 64, True, "q8_0")],
+)
+def test_gptq(tmp_path, monkeypatch, bits, group, sym, form, version):
+    """Several tiles, of which the last is smaller; 128 and 64 leave a smaller last group."""
+    monkeypatch.setattr(packed_linear, "_TILE", 1)
+    want = random_linear(bits, group, sym)
+    name = {1: "gptq", 2: "gptq_v2"}[version]
+    config = gptq_config(bits, group, sym, checkpoint_format=name)
+    file = read(tmp_path, config, writer.gptq("a", want, bits, version))
+    check(file, want, form, 0 if sym else OFFSET)
+
+
+@pytest.mark.parametrize(("group", "zero_point"), [(32, True), (-1, True), (128, False)])
+def test_awq(tmp_path, monkeypatch, group, zero_point):
+    monkeypatch.setattr(packed_linear, "_TILE", 1)
+    want = random_linear(4, group, not zero_point)
+    file = read(tmp_path, awq_config(group, zero_point), writer.awq("a", want))
+    check(file, want, "q4_1" if zero_point else "q4_0", OFFSET if zero_point else 0)
+
+
+# ------------------------------------------------------------------------------------------ models
+
+SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 16}
+KINDS = {
+    "gptq": (gptq_config(4, 32), 4, 32, True, lambda n, p: writer.gptq(n, p, 4)),
+    "gptq-8": (gptq_config(8, -1), 8, -1, True, lambda n, p: writer.gptq(n, p, 8)),
+    "awq": (awq_config(64), 4, 64, False, writer.awq),
+}
+
+
+def random_pair(folder: Path, name: str, kind: str) -> tuple[Path, Path]:
+    """Write a random model twice, packed and with the same weights as float32."""
+    spec = hf_models.SPECS[name]
+    keys = {**hf_models.config_of(spec, 0), **SIZES}
+    if name == "phi3":
+        del keys["head_dim"]
+    plain = folder / "plain"
+    hf_models.oracle(keys, name).save_pretrained(plain)
+    writer.write_pair(folder / "packed", plain, *KINDS[kind])
+    return folder / "packed", plain
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", "gptq"), ("qwen3", "gptq-8"), ("mixtral", "awq"), ("phi3", "awq")]
+)
+def test_logits(tmp_path, name, kind):
+    """Separate, stacked (experts) and fused (qkv, gate_up) linears, on both host backends. The
+    offsets of asymmetric weights are rounded to float16."""
+    packed, plain = random_pair(tmp_path, name, kind)
+    want = None
+    for device in ("reference", "cpu"):
+        options = {"device": device, "kv_type": "f32", "context": 32, "linear": "float"}
+        want = graphllm.load(plain, **options).logits(IDS) if want is None else want
+        llm = graphllm.load(packed, **options)
+        have = llm.logits(IDS)
+        limit = 1e-9 if KINDS[kind][3] else 1e-4
+        assert np.square(have - want).sum() / np.square(want).sum() <= limit
+    have = graphllm.load(packed, device="cpu", kv_type="f32", context=32).logits(IDS)
+    assert np.square(have - want).sum() / np.square(want).sum() <= 1e-2  # 8-bit activations
+    noted = graphllm.load(packed, device="reference", context=32, type="q5_0").notes()
+    assert any("they have a block format already" in line for line in noted)
+
+
+# --------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (gptq_config(3), "bits = 3 is not supported: only 4, 8"),
+        (gptq_config(4, 48), "group_size = 48 is not supported: only -1 and multiples of 32"),
+        (gptq_config(4, 0), "group_size = 0 is"),
+        (gptq_config(8, sym=False), "sym = False is not supported: only True"),
+        (gptq_config(desc_act=True), "desc_act = True is not supported: only False"),
+        (gptq_config(checkpoint_format="marlin"), "checkpoint_format = 'marlin' is not"),
+        (gptq_config(dynamic={"-:lm_head": {}}), "dynamic = .* is not supported"),
+        (gptq_config(spin=1), "unknown key 'spin'"),
+        (gptq_config("4"), "bits = '4' is not supported"),
+        (gptq_config(True), "bits = True is not supported"),
+        (gptq_config(None), "missing key 'bits'"),
+        (awq_config(version="gemv"), "version = 'gemv' is not supported: only 'gemm', 'GEMM'"),
+        (awq_config(bits=8), "bits = 8 is not supported: only 4"),
+        (awq_config(modules_to_not_convert=[3]), ".* 3 is not the name of a module"),
+    ],
+)
+def test_refused_configurations(config, message):
+    with pytest.raises(ConfigError, match=rf"^config.json: quantization_config: {message}"):
+        published.scheme(config["quant_method"], "config.json: quantization_config", config)
+
+
+def test_modules_that_are_excluded_must_not_be_packed(tmp_path):
+    tensors = writer.awq("a.b", random_linear(4, 32, False))
+    with pytest.raises(ModelFileError, match=r"'a.b.qweight': modules_to_not_convert excludes it"):
+        read(tmp_path, awq_config(modules_to_not_convert=["lm_head", "b"]), tensors)
+
+
+WRONG = [
+    ("scales", None, "'a.scales': missing"),
+    ("qzeros", None, "'a.qzeros': missing"),
+    ("qweight", lambda t: t.astype(np.int64), "'a.qweight': is i64, not i32"),
+    ("qweight", lambda t: t.reshape(-1), r"'a.qweight': has shape .*, which is no matrix"),
+    ("qweight", lambda t: t[:-1], "'a.qweight': is a weight of 136 x 408, whose rows are not whol"),
+    ("qweight", lambda t: t[:0], "'a.qweight': is a weight of 136 x 0"),
+    ("scales", lambda t: t[:-1], r"'a.scales': has shape \[12, 136\], not \[13, 136\]"),
+    ("scales", lambda t: t.astype(np.int32), "'a.scales': is i32, not f32 or f16 or bf16"),
+    ("qzeros", lambda t: t[:, :-1], r"'a.qzeros': has shape \[13, 16\], not \[13, 17\]"),
+    ("g_idx", lambda t: t[:-1], "'a.g_idx': has shape"),
+]
+WRONG_VALUES = [
+    ("scales", lambda t: t * 0, "'a.scales': row 0, group 0 is 0.0: a scale must be finite"),
+    ("scales", lambda t: t * np.inf, "'a.scales': row 0, group 0 is inf: a scale must be finite"),
+    ("scales", lambda t: t * np.nan, "'a.scales': row 0, group 0 is NaN: a scale must be finite"),
+    ("scales", lambda t: t * np.float32(1e9), "'a.scales': .* beyond the range of f16"),
+    ("qzeros", lambda t: t ^ 16, "'a.qzeros': row 1, group 0 is 7: a zero point is not 8"),
+    ("g_idx", lambda t: t[::-1], r"'a.g_idx': groups that follow .*desc_act"),
+]
+
+
+@pytest.mark.parametrize(("part", "change", "message"), WRONG + WRONG_VALUES)
+def test_wrong_tensors(tmp_path, part, change, message):
+    """Shapes and dtypes are checked by the header alone, values when the weight is read."""
+    tensors = writer.gptq("a", random_linear(4, 32, True), 4)
+    if change is None:
+        del tensors[f"a.{part}"]
+    else:
+        tensors[f"a.{part}"] = change(tensors[f"a.{part}"])
+    if (part, change, message) in WRONG_VALUES:
+        file = read(tmp_path, gptq_config(), tensors)
+        with pytest.raises(ModelFileError, match=message):
+            file.raw("a.weight")
+    else:
+        with pytest.raises(ModelFileError, match=message):
+            read(tmp_path, gptq_config(), tensors)
+
+
+def test_packed_and_float_weights_of_a_module(tmp_path):
+    linear = random_linear(4, 32, True)
+    with pytest.raises(ModelFileError, match=r"no packed weights, which config.json"):
+        read(tmp_path, gptq_config(), {"a.weight": linear.dequantise()})
+    both = {"a.weight": linear.dequantise(), **writer.gptq("a", linear, 4)}
+    with pytest.raises(ModelFileError, match=r"tensor 'a.weight': stored packed as well"):
+        read(tmp_path, gptq_config(), both)
+
+
+def test_scales_that_are_too_small_for_float16_are_noted(tmp_path):
+    """A scale of float32 or bfloat16 is rounded; subnormal results lose precision."""
+    want = random_linear(4, 32, True)
+    want.scales = want.scales.astype(np.float32)
+    want.scales[3, 1] = 1.5e-7
+    file = read(tmp_path, gptq_config(), writer.gptq("a", want, 4))
+    assert not file.notes()
+    check(file, want, "q4_0", 8 * 0.25)
+    assert file.notes() == ["1 scales are too small to be exact in f16: those of 'a'"]
+
+
+@pytest.mark.parity
+def test_a_plan_shows_the_formats(tmp_path):
+    """It needs headers only."""
+    packed, plain = random_pair(tmp_path, "llama", "gptq")
+    stored = packed / "model.safetensors"
+    content = stored.read_bytes()
+    stored.write_bytes(content[: 8 + int.from_bytes(content[:8], "little")])
+    formats = {t.dtype.name for t in open_checkpoint(packed, data=False).tensors.values()}
+    assert formats == {"q4_0", "f32"}
+    read = [graphllm.dry_run(f, context=32, device="cpu").token.nbytes for f in (packed, plain)]
+    assert read[0] < read[1] / 2
