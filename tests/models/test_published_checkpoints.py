@@ -8,10 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import hf_models
+import ml_dtypes
 import numpy as np
 import packed_checkpoints as writer
 import pytest
-from packed_checkpoints import awq_config, gptq_config, integers_of
+from packed_checkpoints import (
+    awq_config,
+    compressed_config,
+    gptq_config,
+    integers_of,
+    weights_config,
+)
 
 import graphllm
 from graphllm.checkpoints import published
@@ -76,14 +83,93 @@ def test_awq(tmp_path, monkeypatch, group, zero_point):
     check(file, want, "q4_1" if zero_point else "q4_0", OFFSET if zero_point else 0)
 
 
+CASES = [
+    (4, 32, True, "q4_0"), (4, 128, False, "q4_1"), (4, -1, False, "q4_1"), (8, 64, True, "q8_0"),
+    (8, -1, True, "q8_0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bits", "group", "symmetric", "form"), CASES)
+def test_compressed_tensors(tmp_path, monkeypatch, bits, group, symmetric, form):
+    """137 rows leave a padded word of zero points. The bfloat16 scales of these are exact."""
+    monkeypatch.setattr(packed_linear, "_TILE", 1)
+    want = random_linear(bits, group, symmetric, rows=137)
+    want.scales = want.scales.astype(ml_dtypes.bfloat16)
+    config = compressed_config(weights_config(bits, group, symmetric))
+    stored = writer.compressed("a", want, bits, symmetric)
+    check(read(tmp_path, config, stored), want, form, 0 if symmetric else OFFSET)
+    if not symmetric:  # as old versions stored them
+        stored["a.weight_zero_point"] = (want.zeros.astype(int) - 8).astype(np.int8)
+        check(read(tmp_path, config, stored), want, form, OFFSET)
+        stored["a.weight_zero_point"][5, 0] = 8
+        with pytest.raises(ModelFileError, match="row 5, group 0 is 8: no integer of 4 bits"):
+            read(tmp_path, config, stored).raw("a.weight")
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("bits", "group", "symmetric", "form"), CASES)
+def test_the_package_compressed_tensors_stores_the_same(bits, group, symmetric, form, tmp_path):
+    """Its own compressor writes the file, and its decompressed weight is the oracle."""
+    import torch
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    want = random_linear(bits, group, symmetric, 48, 256)
+    keys = weights_config(bits, group, symmetric)
+    scheme = QuantizationScheme(targets=["Linear"], weights=keys)
+    middle = 2 ** (bits - 1)
+    state = {
+        "weight": torch.from_numpy(want.dequantise()),
+        "weight_scale": torch.from_numpy(want.scales.astype(np.float32)),
+        "weight_zero_point": torch.from_numpy((want.zeros.astype(int) - middle).astype(np.int8)),
+    }
+    packed = PackedQuantizationCompressor.compress(state, scheme)
+    plain = PackedQuantizationCompressor.decompress(packed, scheme)["weight"].numpy()
+    np.testing.assert_array_equal(plain, want.dequantise())
+    file = read(tmp_path, compressed_config(keys), {f"a.{k}": v.numpy() for k, v in packed.items()})
+    check(file, want, form, 0 if symmetric else OFFSET)
+
+
+def test_groups_of_modules(tmp_path):
+    """A path precedes an expression, and that the class."""
+    config = compressed_config(weights_config(4), weights_config(8, -1), weights_config(4, 64))
+    lists = (["Linear"], ["re:.*down_proj$"], ["b.down_proj"])
+    for group, targets in zip(config["config_groups"].values(), lists, strict=True):
+        group["targets"] = targets
+    tensors = {}
+    for name, bits, size in (("a", 4, 32), ("a.down_proj", 8, -1), ("b.down_proj", 4, 64)):
+        linear = random_linear(bits, size, True)
+        tensors |= writer.compressed(name, linear, bits, True)
+    file = read(tmp_path, config, tensors)
+    found = {name: info.dtype.name for name, info in file.tensors.items()}
+    assert found == {
+        "a.weight": "q4_0", "a.down_proj.weight": "q8_0", "b.down_proj.weight": "q4_0"
+    }  # fmt: skip
+    config["config_groups"]["group_0"]["targets"] = ["c"]
+    with pytest.raises(ModelFileError, match=r"'a.weight_packed': no target .* module 'a'"):
+        read(tmp_path, config, tensors)
+    config["ignore"] = ["re:b[.]"]
+    config["config_groups"]["group_0"]["targets"] = ["re:a$"]
+    with pytest.raises(ModelFileError, match=r"'b.down_proj.weight_packed': packed, but .*ignores"):
+        read(tmp_path, config, tensors)
+
+
 # ------------------------------------------------------------------------------------------ models
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 16}
 KINDS = {
     "gptq": (gptq_config(4, 32), 4, 32, True, lambda n, p: writer.gptq(n, p, 4)),
     "gptq-8": (gptq_config(8, -1), 8, -1, True, lambda n, p: writer.gptq(n, p, 8)),
+    "compressed": (
+        compressed_config(weights_config(4, 64)), 4, 64, True,
+        lambda n, p: writer.compressed(n, p, 4, True),
+    ),
+    "compressed-asymmetric": (
+        compressed_config(weights_config(4, -1, False)), 4, -1, False,
+        lambda n, p: writer.compressed(n, p, 4, False),
+    ),
     "awq": (awq_config(64), 4, 64, False, writer.awq),
-}
+}  # fmt: skip
 
 
 def random_pair(folder: Path, name: str, kind: str) -> tuple[Path, Path]:
@@ -100,7 +186,15 @@ def random_pair(folder: Path, name: str, kind: str) -> tuple[Path, Path]:
 
 @pytest.mark.parity
 @pytest.mark.parametrize(
-    ("name", "kind"), [("llama", "gptq"), ("qwen3", "gptq-8"), ("mixtral", "awq"), ("phi3", "awq")]
+    ("name", "kind"),
+    [
+        ("llama", "gptq"),
+        ("qwen3", "gptq-8"),
+        ("mixtral", "awq"),
+        ("phi3", "awq"),
+        ("mixtral", "compressed"),
+        ("qwen3", "compressed-asymmetric"),
+    ],
 )
 def test_logits(tmp_path, name, kind):
     """Separate, stacked (experts) and fused (qkv, gate_up) linears, on both host backends. The
@@ -123,6 +217,9 @@ def test_logits(tmp_path, name, kind):
 # --------------------------------------------------------------------------------------- bad input
 
 
+IN_WEIGHTS = r"config_groups\['group_0'\].weights: "
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -137,13 +234,31 @@ def test_logits(tmp_path, name, kind):
         (gptq_config("4"), "bits = '4' is not supported"),
         (gptq_config(True), "bits = True is not supported"),
         (gptq_config(None), "missing key 'bits'"),
+        (compressed_config(), "config_groups = {} is not supported"),
+        (compressed_config(weights_config(), format="float-quantized"), "format = 'float-quantiz"),
+        (compressed_config(weights_config(), ignore=["re:(a+)+"]), "ignore = .*repeats a group"),
+        (compressed_config(weights_config(), ignore=["re:(a"]), "ignore = .*no regular expression"),
+        (
+            compressed_config(weights_config(), targets="re:*"),
+            r"config_groups\['group_0'\]: targets = .*no regular expression",
+        ),
+        (compressed_config(weights_config(), kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+        (compressed_config(weights_config(), sparsity_config={"format": "sparse"}), "sparsity_con"),
+        (compressed_config(weights_config(), quantization_status="frozen"), "quantization_status"),
+        (compressed_config(weights_config(3)), IN_WEIGHTS + "num_bits = 3 is not"),
+        (compressed_config(weights_config(4, 48)), IN_WEIGHTS + "group_size = 48 is"),
+        (compressed_config(weights_config(8, 32, False)), IN_WEIGHTS + "symmetric = False"),
+        (compressed_config(weights_config(actorder="group")), IN_WEIGHTS + "actorder = 'group'"),
+        (compressed_config(weights_config(strategy="block")), IN_WEIGHTS + "strategy = 'block'"),
+        (compressed_config(weights_config(type="float")), IN_WEIGHTS + "type = 'float'"),
+        (compressed_config(weights_config(spin=1)), IN_WEIGHTS + "unknown key 'spin'"),
         (awq_config(version="gemv"), "version = 'gemv' is not supported: only 'gemm', 'GEMM'"),
         (awq_config(bits=8), "bits = 8 is not supported: only 4"),
         (awq_config(modules_to_not_convert=[3]), ".* 3 is not the name of a module"),
     ],
 )
 def test_refused_configurations(config, message):
-    with pytest.raises(ConfigError, match=rf"^config.json: quantization_config: {message}"):
+    with pytest.raises(ConfigError, match=rf"^config.json: quantization_config\W*{message}"):
         published.scheme(config["quant_method"], "config.json: quantization_config", config)
 
 
@@ -190,6 +305,28 @@ def test_wrong_tensors(tmp_path, part, change, message):
     else:
         with pytest.raises(ModelFileError, match=message):
             read(tmp_path, gptq_config(), tensors)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("weight_shape", lambda t: t - [0, 32], r"'a.weight_shape': is \[136, 384\], but"),
+        ("weight_shape", None, "'a.weight_shape': missing"),
+        ("weight_scale", None, "'a.weight_scale': missing"),
+        ("weight_zero_point", None, "'a.weight_zero_point': missing"),
+        ("weight_zero_point", lambda t: t[:-1], r"'a.weight_zero_point': has shape \[16, 13\], n"),
+        ("weight_g_idx", lambda t: np.zeros(416, np.int32), "'a.weight_g_idx': groups that follow"),
+    ],
+)
+def test_wrong_compressed_tensors(tmp_path, part, change, message):
+    tensors = writer.compressed("a", random_linear(4, 32, False), 4, False)
+    if change is None:
+        del tensors[f"a.{part}"]
+    else:
+        tensors[f"a.{part}"] = change(tensors.get(f"a.{part}"))
+    config = compressed_config(weights_config(4, 32, False))
+    with pytest.raises(ModelFileError, match=message):
+        read(tmp_path, config, tensors).raw("a.weight")
 
 
 def test_packed_and_float_weights_of_a_module(tmp_path):

@@ -103,6 +103,33 @@ def awq_config(group_size: int = 32, zero_point: bool = True, **keys: Any) -> di
     }  # fmt: skip
 
 
+def weights_config(bits: int = 4, group_size: int = 32, symmetric: bool = True, **keys: Any):
+    strategy = "channel" if group_size == -1 else "group"
+    stated = None if group_size == -1 else group_size
+    return {
+        "num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy,
+        "group_size": stated, "dynamic": False, "actorder": None, "block_structure": None,
+        "observer": "minmax", "observer_kwargs": {}, **keys,
+    }  # fmt: skip
+
+
+def compressed_config(*groups: dict, targets: str = "Linear", **keys: Any) -> dict:
+    """``groups``: the weights of each group; ``targets`` may have {i}, the group's number."""
+    made = {
+        f"group_{i}": {
+            "targets": [targets.format(i=i)], "weights": weights, "input_activations": None,
+            "output_activations": None,
+        }
+        for i, weights in enumerate(groups)
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": made,
+        "ignore": ["lm_head", "re:.*gate$"], "quantization_status": "compressed",
+        "kv_cache_scheme": None, "global_compression_ratio": 1.5, "sparsity_config": {},
+        "version": "0.20.0", **keys,
+    }  # fmt: skip
+
+
 def write_pair(
     folder: Path, plain: Path, config: dict, bits: int, group_size: int, symmetric: bool,
     packed: Callable[[str, Packed], Tensors],

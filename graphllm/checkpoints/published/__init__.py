@@ -7,24 +7,34 @@ its ``quantization_config`` and its layout; `packed_linear` and `blocks` repack 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from ...weights.safetensors import Safetensors
-from . import awq, gptq
+from . import awq, compressed_tensors, gptq
 from .packed_linear import PackedLinear
 from .packed_tensors import PackedTensors
 
-# By quant_method: reads quantization_config (ConfigError for an unsupported one), and returns a
-# function that finds the packed linears of a file.
-_SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], gptq.Scheme | awq.Scheme]] = {
+
+class Scheme(Protocol):
+    """A ``quantization_config`` that is supported."""
+
+    def linears(self, file: Safetensors) -> Iterable[PackedLinear]:
+        """Return the packed linears of a file."""
+
+
+# By quant_method; a constructor raises ConfigError for a configuration that is not supported.
+_SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], Scheme]] = {
     "gptq": gptq.Scheme,
     "awq": awq.Scheme,
+    compressed_tensors.METHOD: compressed_tensors.Scheme,
 }
 METHODS = tuple(_SCHEMES)
 
 
-def scheme(method: str, source: str, config: Mapping[str, Any]) -> Callable[..., PackedTensors]:
+def scheme(
+    method: str, source: str, config: Mapping[str, Any]
+) -> Callable[[Safetensors], PackedTensors]:
     """Read a ``quantization_config``.
 
     Args:
@@ -38,10 +48,5 @@ def scheme(method: str, source: str, config: Mapping[str, Any]) -> Callable[...,
     Raises:
         ConfigError: A key is unknown, or a value is not supported.
     """
-    find = _SCHEMES[method](source, config).linears
-
-    def wrap(file: Safetensors) -> PackedTensors:
-        found: list[PackedLinear] = list(find(file))
-        return PackedTensors(file, found, source)
-
-    return wrap
+    found = _SCHEMES[method](source, config)
+    return lambda file: PackedTensors(file, list(found.linears(file)), source)

@@ -90,6 +90,6 @@ class GptqLinear(PackedLinear):
         zeros = stored + np.uint8(self.zero_offset)  # modulo 2^8
         return np.ascontiguousarray((zeros & np.uint8(2**self.bits - 1)).T)
 
-    def check_order(self) -> None:
+    def check_values(self) -> None:
         if self.has(_ORDER):
             self.check_group_index(_ORDER)

@@ -80,12 +80,12 @@ class PackedLinear(ABC):
     def zeros(self) -> Array | None:
         """Return the zero point of each group, uint8 [N, groups]; None stands for the middle."""
 
-    def check_order(self) -> None:  # noqa: B027 (not all methods have an order)
-        """Raise ModelFileError if elements are not grouped in the order of their columns."""
+    def check_values(self) -> None:  # noqa: B027 (not all methods have such tensors)
+        """Check the values of tensors other than integers, scales and zero points."""
 
     def raw(self) -> Array:
         """Return the weight's blocks, read-only uint8 [N, row_bytes], repacked by tiles of rows."""
-        self.check_order()
+        self.check_values()
         rows, columns = self.shape
         blocks = columns // GROUP
         d, zeros = self._float16_scales(), self._zeros()
@@ -106,7 +106,7 @@ class PackedLinear(ABC):
         scales = self.scales()
         bad = ~np.isfinite(scales) | (scales == 0)
         if bad.any():
-            raise self._value_error(
+            raise self.value_error(
                 self.scale_part, bad, scales, "a scale must be finite and not zero"
             )
         with np.errstate(over="ignore", under="ignore"):
@@ -115,7 +115,7 @@ class PackedLinear(ABC):
         if not self.symmetric:  # the offset is at most this
             wide |= np.abs(scales) * (2**self.bits - 1) > np.finfo(np.float16).max
         if wide.any():
-            raise self._value_error(
+            raise self.value_error(
                 self.scale_part, wide, scales, "a scale is beyond the range of f16"
             )
         error = np.abs(d.astype(np.float32) - scales)
@@ -128,10 +128,11 @@ class PackedLinear(ABC):
             return np.full((self.shape[0], self.groups), middle, np.uint8)
         if self.symmetric and (zeros != middle).any():
             text = f"a zero point is not {middle}, but the weights are declared symmetric"
-            raise self._value_error(self.zero_part, zeros != middle, zeros, text)
+            raise self.value_error(self.zero_part, zeros != middle, zeros, text)
         return zeros
 
-    def _value_error(self, part: str, bad: Array, values: Array, text: str) -> ModelFileError:
+    def value_error(self, part: str, bad: Array, values: Array, text: str) -> ModelFileError:
+        """Return the error for the first of the ``bad`` values [N, groups]."""
         row, group = (int(i) for i in np.argwhere(bad)[0])
         value = str(values[row, group]).replace("nan", "NaN")
         return self.error(part, f"row {row}, group {group} is {value}: {text}")

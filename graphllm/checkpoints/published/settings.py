@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,14 +26,15 @@ class Settings:
 
     def one_of(self, name: str, known: Iterable[Any], default: Any = ...) -> Any:
         """Return a value that is one of ``known``; ConfigError otherwise, or if it is missing."""
-        value = self.keys(name, object, default)
+        value: Any = self.keys(name, builtins.object, default)
         known = tuple(known)
         if not any(type(value) is type(each) and value == each for each in known):
-            raise self.error(name, value, f"only {', '.join(map(quote, known))}")
+            only = f"only {', '.join(map(quote, known))}" if known else "only null"
+            raise self.error(name, value, only)
         return value
 
     def only(self, name: str, *known: Any) -> None:
-        """Accept only the values ``known`` for key ``name``; a missing key is accepted."""
+        """Accept only the values ``known`` for key ``name``, or no value."""
         if self.keys.has(name):
             self.one_of(name, known)
         self.keys.ignore(name)
@@ -51,6 +53,20 @@ class Settings:
             if not isinstance(each, str) or not each:
                 raise self.error(name, found, f"{quote(each)} is not the name of a module")
         return found
+
+    def object(self, name: str) -> Settings:
+        """Return the settings of an object; ConfigError if it is missing."""
+        return Settings(f"{self.source}.{name}", self.keys(name, dict))
+
+    def objects(self, name: str) -> list[Settings]:
+        """Return the settings of the objects in an object, at least one."""
+        found = self.keys(name, dict)
+        for each in found.values() or [None]:
+            if not isinstance(each, dict):
+                raise self.error(name, found, "only objects, at least one")
+        return [
+            Settings(f"{self.source}.{name}[{quote(key)}]", each) for key, each in found.items()
+        ]
 
     def ignore(self, *names: str) -> None:
         """Count keys as read that do not change the weights."""
