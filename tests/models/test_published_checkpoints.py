@@ -68,6 +68,7 @@ OFFSET = 16 * 2.0**-11
 def test_gptq(tmp_path, monkeypatch, bits, group, sym, form, version):
     """Several tiles, of which the last is smaller; 128 and 64 leave a smaller last group."""
     monkeypatch.setattr(packed_linear, "_TILE", 1)
+    monkeypatch.setattr(packed_linear, "_MIN_ROWS", 64)
     want = random_linear(bits, group, sym)
     name = {1: "gptq", 2: "gptq_v2"}[version]
     config = gptq_config(bits, group, sym, checkpoint_format=name)
@@ -78,6 +79,7 @@ def test_gptq(tmp_path, monkeypatch, bits, group, sym, form, version):
 @pytest.mark.parametrize(("group", "zero_point"), [(32, True), (-1, True), (128, False)])
 def test_awq(tmp_path, monkeypatch, group, zero_point):
     monkeypatch.setattr(packed_linear, "_TILE", 1)
+    monkeypatch.setattr(packed_linear, "_MIN_ROWS", 64)
     want = random_linear(4, group, not zero_point)
     file = read(tmp_path, awq_config(group, zero_point), writer.awq("a", want))
     check(file, want, "q4_1" if zero_point else "q4_0", OFFSET if zero_point else 0)
@@ -93,6 +95,7 @@ CASES = [
 def test_compressed_tensors(tmp_path, monkeypatch, bits, group, symmetric, form):
     """137 rows leave a padded word of zero points. The bfloat16 scales of these are exact."""
     monkeypatch.setattr(packed_linear, "_TILE", 1)
+    monkeypatch.setattr(packed_linear, "_MIN_ROWS", 64)
     want = random_linear(bits, group, symmetric, rows=137)
     want.scales = want.scales.astype(ml_dtypes.bfloat16)
     config = compressed_config(weights_config(bits, group, symmetric))

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...graph.dtype import I32
 from ...weights.safetensors import Safetensors
-from .blocks import unpack
+from .blocks import STRIP, unpack
 from .packed_linear import PackedLinear
 from .settings import Settings
 
@@ -70,11 +70,14 @@ class AwqLinear(PackedLinear):
     def words(self, rows: slice) -> np.ndarray:
         stored = self.integers(_WEIGHT)[:, rows.start // 8 : rows.stop // 8]
         columns, count = stored.shape
-        eights = np.array(stored, order="C").reshape(columns // 8, 8, count)  # a copy
-        _transpose_nibbles(eights)
+        eights = stored.reshape(columns // 8, 8, count)
         made = np.empty((count, 8, columns // 8), np.uint32)
-        for i, row in enumerate(NIBBLE_ORDER):
-            made[:, row] = eights[:, i].T
+        for start in range(0, columns // 8, STRIP):
+            strip = slice(start, start + STRIP)
+            words = eights[strip].swapaxes(0, 1).copy()
+            _transpose_nibbles(words)
+            for i, row in enumerate(NIBBLE_ORDER):
+                made[:, row, strip] = words[i].T
         return made.reshape(-1, columns // 8)
 
     def scales(self) -> np.ndarray:
@@ -90,14 +93,13 @@ class AwqLinear(PackedLinear):
 
 
 def _transpose_nibbles(words: np.ndarray) -> None:
-    """Transpose each 8 x 8 matrix of nibbles of uint32 [n, 8, columns] in place.
+    """Transpose each 8 x 8 matrix of nibbles of uint32 [8, ...], contiguous, in place.
 
     Swaps of blocks of 4, 2 and 1 nibbles off the diagonal (Warren, Hacker's Delight, 7-3).
     """
-    count, _, columns = words.shape
     for size, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
-        pairs = words.reshape(count, 4 // size, 2, size, columns)
-        low, high = pairs[:, :, 0], pairs[:, :, 1]
+        pairs = words.reshape(4 // size, 2, size, -1)
+        low, high = pairs[:, 0], pairs[:, 1]
         shift = np.uint32(4 * size)
         swap = (low >> shift ^ high) & np.uint32(mask)
         high ^= swap

@@ -20,7 +20,7 @@ import numpy as np
 
 from ...graph.dtype import I32
 from ...weights.safetensors import Safetensors
-from .blocks import unpack
+from .blocks import transpose, unpack
 from .packed_linear import PackedLinear
 from .settings import Settings
 
@@ -80,7 +80,7 @@ class GptqLinear(PackedLinear):
             self.tensor(_ORDER, (self.shape[1],), I32.name)
 
     def words(self, rows: slice) -> np.ndarray:
-        return np.ascontiguousarray(self.integers(_WEIGHT)[:, rows].T)
+        return transpose(self.integers(_WEIGHT)[:, rows])
 
     def scales(self) -> np.ndarray:
         return np.ascontiguousarray(self.floats(_SCALES).T)

@@ -16,7 +16,7 @@ from .settings import GROUP
 
 Array = np.ndarray
 _TILE = 1 << 20  # elements repacked at once, so that intermediate results stay in a cache
-_MIN_ROWS = 64  # of a tile: consecutive columns of files that store the transpose; a multiple of 8
+_MIN_ROWS = 512  # of a tile; AWQ stores the transpose with 8 rows a word, so this is 256 bytes
 _FLOATS = ("f32", "f16", "bf16")
 
 
