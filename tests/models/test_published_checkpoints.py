@@ -136,6 +136,7 @@ def test_the_package_compressed_tensors_stores_the_same(bits, group, symmetric, 
 def test_groups_of_modules(tmp_path):
     """A path precedes an expression, and that the class."""
     config = compressed_config(weights_config(4), weights_config(8, -1), weights_config(4, 64))
+    config["sparsity_config"] = {"format": "dense", "global_sparsity": 0.1, "targets": []}
     lists = (["Linear"], ["re:.*down_proj$"], ["b.down_proj"])
     for group, targets in zip(config["config_groups"].values(), lists, strict=True):
         group["targets"] = targets

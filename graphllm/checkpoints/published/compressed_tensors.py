@@ -52,8 +52,11 @@ class Scheme:
         stated = keys.one_of("format", (_FORMAT, _MIXED))
         keys.only("quantization_status", "compressed")
         keys.only("kv_cache_scheme")
-        for name in ("sparsity_config", "transform_config", "moe_sparsity_config"):
-            keys.only(name, {}, {"format": "dense"})
+        keys.only("transform_config", {})
+        keys.only("moe_sparsity_config", {})
+        sparsity = keys.keys("sparsity_config", dict, {})
+        if sparsity and sparsity.get("format") != "dense":  # zeros may be stored as well
+            raise keys.error("sparsity_config", sparsity, "only the format 'dense'")
         self.ignored = _patterns(keys, "ignore")
         groups = keys.objects("config_groups")
         self.groups = [_group(each, stated) for each in groups]
