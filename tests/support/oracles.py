@@ -168,6 +168,18 @@ def attention(
     return result
 
 
+def packed_attention(q, k, v, q_start, scale):
+    """Query by query, in float64."""
+    result = np.zeros((*q.shape[:2], v.shape[2]))
+    share = q.shape[1] // k.shape[1]
+    for t, h in np.ndindex(q.shape[:2]):
+        s = int(np.searchsorted(q_start, t, "right")) - 1  # empty sequences come before t's
+        own = slice(int(q_start[s]), int(q_start[s + 1]))
+        logits = k[own, h // share].astype(np.float64) @ q[t, h].astype(np.float64) * scale
+        result[t, h] = _mix(list(logits), -math.inf, v[own, h // share])
+    return result
+
+
 def _sees(p, j, causal, window, prefix):
     future = j > p and not (j < prefix and p < prefix)
     return not (causal and future) and not (window and p - j >= window)
@@ -544,6 +556,7 @@ ORACLES = {
     "sinusoids": sinusoids,
     "concat": concat,
     "attention": attention,
+    "packed_attention": packed_attention,
     "kv_write": kv_write,
     "copy_blocks": copy_blocks,
     "cast": cast,

@@ -1,4 +1,4 @@
-"""Attention over the paged cache.
+"""Attention over the paged cache, and over the packed rows of a step themselves.
 
 A tile has up to ROWS rows: the query heads that share a kv head, of as many consecutive tokens as
 fit. It goes through the keys in splits that begin at multiples of SPLIT_KEYS of the sequence. Each
@@ -125,8 +125,14 @@ def _max_split_tokens(heads: int, kv_heads: int) -> int:
     return max(1, _MIN_TILES // (kv_heads * -(-heads // kv_heads // ROWS)))
 
 
-def _max_splits(node: Tensor) -> int:
+def _table_splits(node: Tensor) -> int:
+    """Most splits of a sequence whose keys a block table lists."""
     return -(-int(node.src[5].meta.shape[1]) * node.attrs["block"] // SPLIT_KEYS)  # type: ignore[union-attr,arg-type]
+
+
+def _row_splits(node: Tensor) -> int:
+    """Most splits of a sequence whose keys are rows of the step."""
+    return -(-int(node.sources[0].meta.bound().shape[0]) // SPLIT_KEYS)  # type: ignore[arg-type]
 
 
 def _sizes(node: Tensor) -> tuple[int, int, int, int]:
@@ -137,10 +143,16 @@ def _sizes(node: Tensor) -> tuple[int, int, int, int]:
 
 def scratch(node: Tensor, options: Options) -> int:
     """Bytes of the scratch of all threads, and of the results of splits."""
+    return _scratch_bytes(node, options, _table_splits(node))
+
+
+def _packed_scratch(node: Tensor, options: Options) -> int:
+    return _scratch_bytes(node, options, _row_splits(node))
+
+
+def _scratch_bytes(node: Tensor, options: Options, splits: int) -> int:
     heads, depth, kv_heads, width = _sizes(node)
-    parts = (
-        _max_split_tokens(heads, kv_heads) * heads * _max_splits(node) * (padded(width) + 16) * 4
-    )
+    parts = _max_split_tokens(heads, kv_heads) * heads * splits * (padded(width) + 16) * 4
     return thread_count(options) * thread_scratch_bytes(depth, width) + parts
 
 
@@ -152,6 +164,12 @@ def attention(ctx: KernelContext) -> list[Launch]:
     return launches(ctx, ctx.out.address, ctx.scratch)
 
 
+@BACKEND.kernel("packed_attention", layout=LAYOUT, scratch=_packed_scratch)
+def packed_attention(ctx: KernelContext) -> list[Launch]:
+    block = _arguments(ctx, ctx.out.address, ctx.scratch, _row_splits(ctx.node))
+    return _launch(ctx, block)
+
+
 def launches(ctx: KernelContext, out: int, scratch: int) -> list[Launch]:
     """Launch attention over the operands of the step.
 
@@ -160,10 +178,27 @@ def launches(ctx: KernelContext, out: int, scratch: int) -> list[Launch]:
         out: address of the result, f32 [T, H, D].
         scratch: address of the workspace.
     """
+    block = _arguments(ctx, out, scratch, _table_splits(ctx.node))._replace(
+        kv_len=ctx.kv_len.address,
+        table=ctx.table.address,
+        table_width=ctx.table.meta.shape[1],
+        sinks=ctx.address("sinks"),
+        slopes=ctx.address("slopes"),
+        prefix_len=ctx.address("prefix_len"),
+        softcap=ctx.attrs["softcap"],
+        block=ctx.attrs["block"],
+        causal=int(ctx.attrs["causal"]),
+        window=ctx.attrs["window"],
+    )
+    return _launch(ctx, block)
+
+
+def _arguments(ctx: KernelContext, out: int, scratch: int, splits: int) -> AttentionArgs:
+    """Arguments of attention without a cache; ``splits``: most splits of a sequence."""
     heads, depth, kv_heads, width = _sizes(ctx.node)
-    q, k, v, table = ctx.q, ctx.k, ctx.v, ctx.table
+    q, k, v = ctx.q, ctx.k, ctx.v
     thread_scratch = thread_scratch_bytes(depth, width)
-    block = AttentionArgs(
+    return AttentionArgs(
         q=q.address,
         q_stride=q.row_stride,
         k=k.address,
@@ -173,15 +208,9 @@ def launches(ctx: KernelContext, out: int, scratch: int) -> list[Launch]:
         k_head_stride=k.dtype.row_nbytes(depth),
         v_head_stride=v.dtype.row_nbytes(width),
         q_start=ctx.q_start.address,
-        kv_len=ctx.kv_len.address,
-        table=table.address,
-        table_width=table.meta.shape[1],
-        sinks=ctx.address("sinks"),
-        slopes=ctx.address("slopes"),
-        prefix_len=ctx.address("prefix_len"),
         out=out,
         tokens=ctx.live(q.meta.rows),
-        sequences=ctx.live(ctx.kv_len.meta.rows),
+        starts=ctx.live(ctx.q_start.meta.rows),
         heads=heads,
         kv_heads=kv_heads,
         depth=depth,
@@ -189,15 +218,15 @@ def launches(ctx: KernelContext, out: int, scratch: int) -> list[Launch]:
         padded_depth=padded(depth),
         padded_width=padded(width),
         scale_bits=f32_bits(ctx.attrs["scale"]),
-        softcap=ctx.attrs["softcap"],
-        block=ctx.attrs["block"],
-        causal=int(ctx.attrs["causal"]),
-        window=ctx.attrs["window"],
         scratch=scratch,
         thread_scratch=thread_scratch,
         partials=scratch + ctx.threads * thread_scratch,
         max_split_tokens=_max_split_tokens(heads, kv_heads),
-        splits=_max_splits(ctx.node),
+        splits=splits,
     )
-    attend = _attend(k.dtype.name, v.dtype.name, _block_rows(heads // kv_heads))
+
+
+def _launch(ctx: KernelContext, block: AttentionArgs) -> list[Launch]:
+    heads, _, kv_heads, _ = _sizes(ctx.node)
+    attend = _attend(ctx.k.dtype.name, ctx.v.dtype.name, _block_rows(heads // kv_heads))
     return [Launch(attend, block), Launch(_merge_splits, block)]

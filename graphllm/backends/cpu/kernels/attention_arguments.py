@@ -23,15 +23,9 @@ class AttentionArgs(NamedTuple):
     k_head_stride: int
     v_head_stride: int
     q_start: int
-    kv_len: int
-    table: int
-    table_width: int
-    sinks: int  # 0: none
-    slopes: int  # 0: none
-    prefix_len: int  # 0: none
     out: int
     tokens: int  # address of the live count
-    sequences: int  # address of the live count
+    starts: int  # address of the live count of entries of q_start: sequences + 1
     heads: int
     kv_heads: int
     depth: int  # elements of a query and of a key
@@ -39,15 +33,22 @@ class AttentionArgs(NamedTuple):
     padded_depth: int
     padded_width: int
     scale_bits: int  # of a float32
-    softcap: float  # 0: none
-    block: int  # cache slots per block
-    causal: int
-    window: int  # 0: none
     scratch: int
     thread_scratch: int  # bytes of it for each thread
     partials: int  # results of splits; see `partial_address`
     max_split_tokens: int  # steps of more tokens do not store results of splits
     splits: int  # most splits of a sequence
+    # By default there is no cache: the keys of a sequence are the rows of its queries.
+    kv_len: int = 0
+    table: int = 0
+    table_width: int = 0
+    block: int = 1 << 62  # cache slots per block
+    sinks: int = 0  # 0: none
+    slopes: int = 0  # 0: none
+    prefix_len: int = 0  # 0: none
+    softcap: float = 0.0  # 0: none
+    causal: int = 0
+    window: int = 0  # 0: none
 
 
 read_attention = argument_reader(AttentionArgs)

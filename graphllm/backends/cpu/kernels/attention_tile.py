@@ -67,12 +67,13 @@ def _split_addresses(p, local, s, g, first, last):
     a = read_attention(p)
     k, v, row_k, row_v, block = a.k, a.v, a.k_stride, a.v_stride, a.block
     table = i32s(a.table + s * a.table_width * 4)
+    own = int64(i32s(a.q_start)[s])  # the first row of a sequence without a block table
     start = first // SPLIT_KEYS * SPLIT_KEYS
     keys, rows = i64s(local + KEYS), i64s(local + VALUES)
     head_k, head_v = a.k_head_stride * g, a.v_head_stride * g
     j = first
     while j < last:
-        slot = int64(table[j // block]) * block + j % block
+        slot = own + j if a.table == 0 else int64(table[j // block]) * block + j % block
         end = min(last, (j // block + 1) * block)
         for i in range(j, end):
             keys[i - start] = k + head_k + (slot + i - j) * row_k
@@ -133,15 +134,24 @@ def _softmax_scores(p, local, rows, head, heads, start, first, last):
 
 
 @helper
+def _key_count(p, s):
+    """Keys of sequence s: its tokens in the cache, or those of the step if there is no cache."""
+    a = read_attention(p)
+    start = i32s(a.q_start)
+    return int64(i32s(a.kv_len)[s] if a.kv_len != 0 else start[s + 1] - start[s])
+
+
+@helper
 def count_tiles(p, per):
     """Count tiles of ``per`` tokens in all sequences, and the most splits that a sequence sees."""
     a = read_attention(p)
-    start, lengths = i32s(a.q_start), i32s(a.kv_len)
+    start = i32s(a.q_start)
     count, most = int64(0), int64(0)
-    for s in range(load_i64(a.sequences)):
+    for s in range(load_i64(a.starts) - 1):
         count += (start[s + 1] - start[s] + per - 1) // per
         low, _, _ = visible_keys(p, s, int64(start[s]))
-        most = max(most, (lengths[s] + SPLIT_KEYS - 1) // SPLIT_KEYS - low // SPLIT_KEYS)
+        splits = (_key_count(p, s) + SPLIT_KEYS - 1) // SPLIT_KEYS
+        most = max(most, splits - low // SPLIT_KEYS)
     return count, most
 
 
@@ -150,7 +160,7 @@ def locate_tile(p, tile, per):
     """Return the sequence of a tile and its range of tokens, or (-1, 0, 0) if there is none."""
     a = read_attention(p)
     start = i32s(a.q_start)
-    for s in range(load_i64(a.sequences)):
+    for s in range(load_i64(a.starts) - 1):
         count = (start[s + 1] - start[s] + per - 1) // per
         if tile < count:
             first = start[s] + tile * per
@@ -163,7 +173,7 @@ def locate_tile(p, tile, per):
 def visible_keys(p, s, token):
     """Return the range of keys that a token of sequence s sees, and the token's position."""
     a = read_attention(p)
-    length = int64(i32s(a.kv_len)[s])
+    length = _key_count(p, s)
     at = length - (int64(i32s(a.q_start)[s + 1]) - token)
     low, high = int64(0), length
     if a.causal != 0:
