@@ -14,7 +14,7 @@ from ..weights.mapped_file import TensorInfo
 from .demo import demo_path
 
 if TYPE_CHECKING:
-    from ..model.config import DecoderConfig
+    from ..model.config import ModelConfig
     from ..model.config_keys import Keys
     from ..model.spec import ModelSpec
     from ..tokenizer import Tokenizer
@@ -55,7 +55,7 @@ class Checkpoint(Protocol):
     def keys(self, spec: ModelSpec) -> Keys:
         """Return the configuration under Hugging Face's names."""
 
-    def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
+    def weights(self, spec: ModelSpec, config: ModelConfig) -> Weights:
         """Return the weights under canonical names."""
 
     def tokenizer(self) -> Tokenizer:

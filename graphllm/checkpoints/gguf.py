@@ -9,7 +9,7 @@ from ..weights import NamedWeights, Weights
 from ..weights.gguf import GgufFile
 
 if TYPE_CHECKING:
-    from ..model.config import DecoderConfig
+    from ..model.config import ModelConfig
     from ..model.config_keys import Keys
     from ..model.spec import ModelSpec
     from ..tokenizer import Tokenizer
@@ -28,7 +28,7 @@ class GgufCheckpoint(GgufFile):
     def keys(self, spec: ModelSpec) -> Keys:
         return gguf_keys(self, spec.gguf_keys)
 
-    def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
+    def weights(self, spec: ModelSpec, config: ModelConfig) -> Weights:
         return NamedWeights(self, spec.gguf_rules(config), strict=True)
 
     def tokenizer(self) -> Tokenizer:

@@ -19,7 +19,7 @@ from ..weights.weight_rules import UNUSED_BUFFERS
 from . import published
 
 if TYPE_CHECKING:
-    from ..model.config import DecoderConfig
+    from ..model.config import ModelConfig
     from ..model.spec import ModelSpec
     from ..tokenizer import Tokenizer
 
@@ -106,7 +106,7 @@ class HfCheckpoint:
     def keys(self, spec: ModelSpec) -> Keys:
         return Keys(str(self.path / "config.json"), self.metadata, self.tensors, {})
 
-    def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
+    def weights(self, spec: ModelSpec, config: ModelConfig) -> Weights:
         """See `Checkpoint.weights`. ModelFileError if a tied head is not the embedding."""
         rules, n = (*UNUSED_BUFFERS, *spec.hf_rules(config)), config.names
         weights = NamedWeights(self.file, rules, strict=False)

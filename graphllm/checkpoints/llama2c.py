@@ -11,7 +11,7 @@ from ..weights import NamedWeights, Weights
 from ..weights.llama2c import Llama2c, read_vocabulary
 
 if TYPE_CHECKING:
-    from ..model.config import DecoderConfig
+    from ..model.config import ModelConfig
     from ..model.spec import ModelSpec
     from ..tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ class Llama2cCheckpoint(Llama2c):
         keys.interleaved = self.interleaved
         return keys
 
-    def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
+    def weights(self, spec: ModelSpec, config: ModelConfig) -> Weights:
         return NamedWeights(self, spec.hf_rules(config), strict=False)
 
     def tokenizer(self) -> Tokenizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,11 @@ from ..engine.kv_memory import check_kv_memory, kv_blocks
 from ..graph.dtype import CACHED
 from ..model.batch import Limits
 from ..model.decoder import Decoder
+from ..model.encoder import Encoder
+from ..model.spec import ModelSpec
 from ..runtime.executor import Executor
 from ..runtime.gpu_offload import check_gpu_layers
+from ..weights import Weights
 
 DEFAULT_CONTEXT, DEFAULT_SEQUENCES = 4096, 16
 
@@ -67,6 +70,16 @@ RULES: dict[str, Rule] = {
 }
 
 
+def model_spec(file: Checkpoint, model_def: str | Path | None = None) -> ModelSpec:
+    """Return the spec of the file's model family, or of the model file ``model_def``.
+
+    ModelFileError: unknown model family.
+    """
+    from .. import models
+
+    return file.spec() if model_def is None else models.spec_of_file(model_def)
+
+
 def build_decoder(
     file: Checkpoint, model_def: str | Path | None = None, kind: str | None = None,
     backends: Sequence[str] | None = None, options: Options | None = None,
@@ -83,10 +96,20 @@ def build_decoder(
     Raises:
         ModelFileError: unknown model family.
         ConfigError: unknown configuration key.
+        RequestError: the model is an encoder.
     """
-    from .. import models
+    spec = model_spec(file, model_def)
+    spec.check_decoder(file.path)
+    found = build_model(file, spec, kind, backends, options)
+    assert isinstance(found, Decoder)
+    return found
 
-    spec = file.spec() if model_def is None else models.spec_of_file(model_def)
+
+def build_model(
+    file: Checkpoint, spec: ModelSpec, kind: str | None = None,
+    backends: Sequence[str] | None = None, options: Options | None = None,
+) -> Decoder | Encoder:  # fmt: skip
+    """Build the decoder or encoder ``spec`` of a model file; see `build_decoder`."""
     keys = file.keys(spec)
     config = spec.config(keys)
     keys.finish()
@@ -100,7 +123,8 @@ def build_decoder(
             return name.endswith(router)
 
         weights = QuantizedWeights(weights, kind, keep, backends, options)
-    return spec.model(config, weights)
+    build: Callable[[Any, Weights], Decoder | Encoder] = spec.model
+    return build(config, weights)
 
 
 def backend_options(given: Mapping[str, Any]) -> Options:

@@ -1,7 +1,7 @@
-"""Configuration of a decoder as plain data: `DecoderConfig` and its parts.
+"""Configuration of a model as plain data: `DecoderConfig`, `EncoderConfig` and their parts.
 
-A model file's ``config`` function returns a `DecoderConfig`; `graphllm.model.decoder` builds the
-graph from it.
+A model file's ``config`` function returns one of them; `graphllm.model.decoder` and
+`graphllm.model.encoder` build the graph from it.
 """
 
 from __future__ import annotations
@@ -180,6 +180,7 @@ class ModuleNames:
     embed: str = "embed_tokens"
     embed_norm: str = ""
     positions: str = ""
+    token_types: str = ""
     layers: str = "layers"
     norm: str = "norm"
     head: str = "lm_head"
@@ -222,8 +223,8 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
-    """Architecture of a decoder-only model."""
+class ModelConfig:
+    """What the architectures of decoders and encoders have in common."""
 
     vocab: int
     dim: int  # hidden size
@@ -233,15 +234,28 @@ class DecoderConfig:
     mlp: Mlp
     norm: Norm = Norm()
     names: ModuleNames = ModuleNames()
+    position_offset: int = 0  # position of the first token
+    tied: bool = True  # the output head, if there is one, is the embedding matrix
+    mtp_layers: int = 0  # trailing multi-token prediction layers, which are not loaded
+
+
+@dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
+    """Architecture of a decoder-only model."""
+
     moe: Moe | None = None
     embed_scale: float = 1.0
     positions: str = ""  # added to the embedding: "learned" (a table) or "sinusoidal"; "": none
-    position_offset: int = 0  # position of the first token
     parallel: bool = False  # attention and MLP read the same input
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP
     # Above 0, the residual is the norm's output times this (post-layer-norm residual), not x.
     post_layernorm_residual: float = 0.0
-    tied: bool = True  # the output head is the embedding matrix
-    mtp_layers: int = 0  # trailing multi-token prediction layers, which are not loaded
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # cap of the logits; 0: none
+
+
+@dataclass(frozen=True)
+class EncoderConfig(ModelConfig):
+    """Architecture of a bidirectional encoder with learned positions and a norm after each sum."""
+
+    token_types: int = 0  # rows of the table of token types; 0: none

@@ -12,27 +12,29 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ModelFileError
+from ..errors import ModelFileError, RequestError
 from ..weights.weight_rules import WeightRule
-from .config import DecoderConfig
+from .config import DecoderConfig, ModelConfig
 from .gguf_config import gguf_weight_rules
 
 if TYPE_CHECKING:
     from .config_keys import Keys
     from .decoder import Decoder
+    from .encoder import Encoder
 
-Rules = Sequence[WeightRule] | Callable[["DecoderConfig"], Sequence[WeightRule]]
+Rules = Sequence[WeightRule] | Callable[[Any], Sequence[WeightRule]]
 
 
-def _checked(config: Callable[[Keys], Any], path: str) -> Callable[[Keys], DecoderConfig]:
+def _checked(config: Callable[[Keys], Any], path: str) -> Callable[[Keys], ModelConfig]:
     """Wrap ``config`` of a model file to check the type of its result."""
 
     @wraps(config)
-    def read(keys: Keys) -> DecoderConfig:
+    def read(keys: Keys) -> ModelConfig:
         found = config(keys)
-        if not isinstance(found, DecoderConfig):
+        if not isinstance(found, ModelConfig):
             kind = type(found).__name__
-            raise ModelFileError(f"{path}: config(keys) returned {kind}, not a DecoderConfig")
+            wanted = "a DecoderConfig or an EncoderConfig"
+            raise ModelFileError(f"{path}: config(keys) returned {kind}, not {wanted}")
         return found
 
     return read
@@ -83,8 +85,8 @@ class ModelSpec:
 
     Attributes:
         name: Stem of the file name; the model's first ``model_type``.
-        model: ``Model``, the decoder class.
-        config: ``config(keys)``, which returns the `DecoderConfig`.
+        model: ``Model``, the decoder or encoder class.
+        config: ``config(keys)``, which returns the `DecoderConfig` or `EncoderConfig`.
         types: ``TYPES``, further values of ``model_type`` in config.json.
         hf: ``HF``, rules for tensors of Hugging Face files whose names or layout differ from the
             model's; all other tensors keep their names. May be a function of the configuration.
@@ -100,8 +102,8 @@ class ModelSpec:
     """
 
     name: str
-    model: type[Decoder]
-    config: Callable[[Keys], DecoderConfig]
+    model: type[Decoder] | type[Encoder]
+    config: Callable[[Keys], ModelConfig]
     types: tuple[str, ...] = ()
     hf: Rules = ()
     gguf: tuple[str, ...] = ()
@@ -128,14 +130,30 @@ class ModelSpec:
         own = getattr(module, "oracle", None)
         return cls(name, module.Model, _checked(module.config, path), oracle=own, **stated)
 
-    def hf_rules(self, config: DecoderConfig) -> Sequence[WeightRule]:
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the model is a bidirectional encoder, not a decoder."""
+        from .encoder import Encoder
+
+        return issubclass(self.model, Encoder)
+
+    def check_decoder(self, where: object) -> None:
+        """Raise RequestError, which begins with ``where``, for an encoder."""
+        if self.is_encoder:
+            raise RequestError(
+                f"{where}: {self.name} is an encoder, which has no next tokens; compute embeddings "
+                "with EmbeddingModel.load(...).embed or graphllm embed"
+            )
+
+    def hf_rules(self, config: ModelConfig) -> Sequence[WeightRule]:
         """Return the weight rules for Hugging Face files."""
         rules, n = self.hf(config) if callable(self.hf) else self.hf, config.names
         mtp = range(len(config.layers), len(config.layers) + config.mtp_layers)
         unread = (WeightRule("", f"{n.model}.{n.layers}.{i}.{{*}}") for i in mtp)
         return *unread, *rules
 
-    def gguf_rules(self, config: DecoderConfig) -> Sequence[WeightRule]:
+    def gguf_rules(self, config: ModelConfig) -> Sequence[WeightRule]:
         """Return the weight rules for GGUF files."""
         own = self.rules(config) if callable(self.rules) else self.rules
+        assert isinstance(config, DecoderConfig)  # no family of encoders has GGUF names
         return [*own, *gguf_weight_rules(config)]

@@ -35,7 +35,8 @@ class Decoder:
     """Decoding of a token's text: replacements, then the byte coding.
 
     ``strips``: the first space of a text is removed. ``all_spaces``: so are the other spaces of its
-    first token.
+    first token. ``prefix``: beginning of a WordPiece token that continues a word; other tokens
+    begin with a space, also before punctuation.
     """
 
     replacements: list[tuple[str, str]] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Decoder:
     fused: bool = False
     strips: bool = False
     all_spaces: bool = False
+    prefix: str = ""
 
     def take(self, step: dict[str, Any]) -> bool:
         """Add a step of the decoder chain.
@@ -58,6 +60,8 @@ class Decoder:
             self.strips = self.all_spaces = step["prepend_scheme"] != "never"
         elif kind in ("ByteLevel", "ByteFallback") and early:
             self.coding = kind
+        elif kind == "WordPiece" and early:
+            self.coding, self.prefix, self.strips = kind, step["prefix"], True
         elif kind == "Fuse":
             self.fused = True
         elif kind == "Strip" and self.fused and step["content"] == " " and not step["stop"]:
@@ -73,6 +77,9 @@ class Decoder:
             text = text.replace(old, new)
         if self.coding == "ByteLevel":
             return _alphabet(text)
+        if self.coding == "WordPiece":
+            inner = self.prefix and text.startswith(self.prefix)
+            return (text[len(self.prefix) :] if inner else f" {text}").encode()
         return _fallback(text) if self.coding else text.encode()
 
 

@@ -13,7 +13,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.hf_directory import HfCheckpoint
 from ..errors import ModelFileError
 from ..graph.tensor import Meta
-from ..model.config import DecoderConfig
+from ..model.config import ModelConfig
 from ..model.config_keys import Keys
 from ..model.spec import ModelSpec
 from ..runtime.executor import Progress
@@ -73,7 +73,7 @@ class ValidatedDirectory(HfCheckpoint):
         keys.source = self._source or keys.source
         return keys
 
-    def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
+    def weights(self, spec: ModelSpec, config: ModelConfig) -> Weights:
         return FilteredWeights(super().weights(spec, config), self.dropped)
 
 

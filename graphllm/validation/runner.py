@@ -76,6 +76,7 @@ def validate(
     function = None if oracle is None else load_oracle(Path(oracle))
     if tiny:
         spec = _model_spec(model, model_def)
+        spec.check_decoder("--tiny")
         runs = [
             _run(spec.name + f" {i}", file, spec, device, made, tokens, new, show)
             for i, (file, made) in enumerate(tiny_models(spec, function))
@@ -90,6 +91,7 @@ def validate(
         raise RequestError(f"{path}: not a Hugging Face directory{hint_text}")
     file = ValidatedDirectory(path, None if model_def is None else _model_spec(None, model_def))
     spec = file.spec()
+    spec.check_decoder(path)
     try:
         known = _oracle(file, spec, function)
     except RequestError:

@@ -16,7 +16,7 @@ from ..graph.dtype import F32
 from ..graph.scopes import current_scope
 from ..graph.tensor import Meta, Tensor
 from ..model.batch import Batch, Limits
-from ..model.config import DecoderConfig
+from ..model.config import ModelConfig
 from ..model.config_keys import Keys
 from ..model.spec import ModelSpec
 from ..tokenizer import Tokenizer
@@ -131,7 +131,7 @@ class RandomModel:
         layers = [f"{i}." for i in range(_LAYERS)]  # so that any layer that is looked up exists
         return Keys(f"{self.path}: TINY", self.metadata, layers, {})
 
-    def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
+    def weights(self, spec: ModelSpec, config: ModelConfig) -> Weights:
         return self.made
 
     def tokenizer(self) -> Tokenizer:
@@ -141,7 +141,7 @@ class RandomModel:
         """Do nothing; no file is open."""
 
 
-def _weights(spec: ModelSpec, config: DecoderConfig) -> dict[str, np.ndarray]:
+def _weights(spec: ModelSpec, config: ModelConfig) -> dict[str, np.ndarray]:
     """Return random float32 arrays for all weights that the decoder asks for."""
     made: dict[str, np.ndarray] = {}
     rng = np.random.default_rng(0)

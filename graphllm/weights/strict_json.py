@@ -1,4 +1,4 @@
-"""Strict parsing of untrusted JSON files that hold one object."""
+"""Strict parsing of untrusted JSON files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ _MAX_VALUES = 1 << 21
 
 
 def json_object(data: bytes, where: str) -> dict[str, Any]:
-    """Parse ``data`` as a JSON object.
+    """Parse ``data`` as `json_value` does. ModelFileError if it is not one JSON object."""
+    value = json_value(data, where)
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{where}: not a JSON object")
+    return value
+
+
+def json_value(data: bytes, where: str) -> Any:
+    """Parse ``data`` as JSON.
 
     Stricter than `json.loads`: UTF-8 only, no duplicate keys, no NaN or Infinity, no lone
     surrogates, and a limit on the number of values.
@@ -31,8 +39,6 @@ def json_object(data: bytes, where: str) -> dict[str, Any]:
         raise ModelFileError(f"{where}: not valid JSON: nested too deeply") from None
     except ValueError as error:
         raise ModelFileError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{where}: not a JSON object")
     return value
 
 

@@ -129,6 +129,7 @@ IMPORT_ORDER = (
     "quantize",  # writes GGUF files
     "loading",
     "quality",  # perplexity, divergence from another model
+    "embedding",  # encoders and pooling
     "profiler",
     "api",
     "validation",

@@ -1,0 +1,137 @@
+"""Settings of sentence-transformers directories: modules, pooling, maximum length, prompts.
+
+Source: sentence-transformers 5, ``SentenceTransformer`` and its modules Transformer, Pooling and
+Normalize. A directory without modules.json has its defaults: mean pooling, no prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.hf_directory import read_json
+from ..errors import ConfigError, ModelFileError, join_names, quote
+from ..weights.strict_json import json_value
+from .pooling import POOLINGS
+
+_POOLING_KEYS = {  # of 1_Pooling/config.json, before version 5.3
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True)
+class EmbeddingSettings:
+    """How a directory turns texts into vectors.
+
+    Attributes:
+        pooling: names of `pooling.POOLINGS`, whose vectors are concatenated.
+        max_length: maximum number of tokens of a text, special tokens included; None: no limit.
+        lowercase: whether texts are lowercased.
+        prompts: texts that can be put before each text, by name.
+        default_prompt: name of the prompt to use if none is chosen; None: no prompt.
+    """
+
+    pooling: tuple[str, ...] = ("mean",)
+    max_length: int | None = None
+    lowercase: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+
+def read_settings(folder: Path) -> EmbeddingSettings:
+    """Read the settings of a directory.
+
+    Raises:
+        ModelFileError: a file is malformed.
+        ConfigError: a module or a setting is not supported.
+    """
+    if not (folder / "modules.json").is_file():
+        return EmbeddingSettings()
+    paths = _module_paths(folder / "modules.json")
+    own: dict[str, Any] = {}
+    if "Pooling" in paths:
+        own["pooling"] = _pooling(folder / paths["Pooling"] / "config.json")
+    limits = _Values(folder / "sentence_bert_config.json")
+    own["max_length"] = limits.get("max_seq_length", int)
+    own["lowercase"] = limits.get("do_lower_case", bool) or False
+    limits.finish("transformer_task", "modality_config", "module_output_name")  # as for any text
+    texts = _Values(folder / "config_sentence_transformers.json")
+    own["prompts"] = texts.get("prompts", dict) or {}
+    own["default_prompt"] = texts.get("default_prompt_name", str)
+    texts.finish("__version__", "similarity_fn_name", "model_type")  # of the writer; of scores
+    if not all(isinstance(each, str) for each in own["prompts"].values()):
+        raise ConfigError(f"{texts.path}: prompts has a value that is not a string")
+    if own["default_prompt"] not in (None, *own["prompts"]):
+        raise ConfigError(
+            f"{texts.path}: default_prompt_name = {quote(own['default_prompt'])} is not in prompts"
+        )
+    return EmbeddingSettings(**own)
+
+
+def _module_paths(path: Path) -> dict[str, str]:
+    """Return the folder of each module of modules.json by the name of its class."""
+    listed = json_value(path.read_bytes(), str(path))
+    found = {}
+    for module in listed if isinstance(listed, list) else [listed]:
+        if not isinstance(module, dict) or not isinstance(module.get("type"), str):
+            raise ModelFileError(f"{path}: not a list of modules with a type")
+        name, folder = module["type"].rpartition(".")[2], module.get("path", "")
+        if name not in _MODULES:
+            known = ", ".join(_MODULES)
+            raise ConfigError(f"{path}: module {quote(name)} is not supported, only {known}")
+        if not isinstance(folder, str) or ".." in Path(folder).parts or Path(folder).is_absolute():
+            raise ModelFileError(f"{path}: path = {quote(folder)} is not inside the directory")
+        found[name] = folder
+    if found.get("Transformer"):
+        raise ConfigError(f"{path}: the Transformer module is in a folder of its own")
+    return found
+
+
+def _pooling(path: Path) -> tuple[str, ...]:
+    values = _Values(path)
+    values.get("word_embedding_dimension", int)  # as the model states
+    values.get("embedding_dimension", int)
+    if values.get("include_prompt", bool) is False:
+        raise ConfigError(f"{path}: include_prompt = False is not supported")
+    chosen = [name for key, name in _POOLING_KEYS.items() if values.get(key, bool)]
+    modes = values.get("pooling_mode", str, list)
+    if modes is not None:
+        chosen = [modes] if isinstance(modes, str) else modes
+    values.finish()
+    if not chosen or not all(isinstance(n, str) and n in POOLINGS for n in chosen):
+        known = ", ".join(POOLINGS)
+        raise ConfigError(f"{path}: pooling {quote(chosen)} is not supported, only {known}")
+    return tuple(name for name in POOLINGS if name in chosen)
+
+
+class _Values:
+    """Values of a JSON file, which may be missing; a key that nothing reads is an error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._values = read_json(path) if path.is_file() else {}
+        self._read: set[str] = set()
+
+    def get(self, name: str, *kinds: type) -> Any:
+        """Return a value of one of these types; None if it is missing or null. ConfigError."""
+        self._read.add(name)
+        value = self._values.get(name)
+        if value is not None and type(value) not in kinds:
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise ConfigError(f"{self.path}: {name} = {quote(value)} is not {wanted}")
+        return value
+
+    def finish(self, *ignored: str) -> None:
+        """Raise ConfigError for keys that have a value and were not read."""
+        known = {*self._read, *ignored}
+        unknown = [n for n, v in self._values.items() if v is not None and n not in known]
+        if unknown:
+            raise ConfigError(f"{self.path}: unknown keys {join_names(unknown, quote)}")

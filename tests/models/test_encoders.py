@@ -1,0 +1,202 @@
+"""Encoders against transformers, and embeddings of sentence-transformers directories."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+
+import hf_models
+import numpy as np
+import pytest
+from cuda_cases import DEVICES, need_device
+
+from graphllm import models
+from graphllm.embedding import EmbeddingModel
+from graphllm.embedding.packing import pack
+from graphllm.embedding.pooling import POOLINGS
+from graphllm.errors import ConfigError, ModelFileError, RequestError
+
+RNG = np.random.default_rng(3)
+SPEC = hf_models.SPECS["bert"]
+LENGTHS = [1, 64, 2, *RNG.integers(1, 64, 14)]  # ragged; a single token, and as many as positions
+SEQUENCES = [RNG.integers(5, 120, n).tolist() for n in LENGTHS]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(97, 123)), "the", "##s"]
+
+
+def write_tokenizer(folder):
+    """A WordPiece tokenizer of single letters and two words."""
+    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
+    from tokenizers.models import WordPiece
+
+    words = [*WORDS, *(f"##{chr(i)}" for i in range(97, 123) if chr(i) != "s")]
+    made = Tokenizer(WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer()
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    made.add_special_tokens(WORDS[:5])
+    made.save(str(folder / "tokenizer.json"))
+
+
+def write_encoder(folder, variant):
+    """A directory of a small random model; returns transformers' model."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    config = hf_models.config_of(SPEC, variant)
+    made = AutoConfig.for_model(config.pop("model_type", "bert"), **deepcopy(config))
+    model = AutoModel.from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
+    hf_models.randomise(model)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model
+
+
+@pytest.fixture(scope="module", params=range(len(SPEC.tiny)))
+def written(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("encoder")
+    return folder, write_encoder(folder, request.param)
+
+
+def write_modules(folder, pooling="mean", normalize=False, **prompts):
+    """The files that sentence-transformers adds to a directory."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    paths = ["", "1_Pooling", "2_Normalize"]
+    root = "sentence_transformers.models."
+    modules = [{"type": root + kind, "path": path} for kind, path in zip(kinds, paths)]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    modes = {f"pooling_mode_{n}_token{'s' * (n != 'cls')}": n == pooling for n in ("cls", "mean")}
+    text = json.dumps({"word_embedding_dimension": 60, **modes})
+    (folder / "1_Pooling" / "config.json").write_text(text)
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 9}')
+    text = json.dumps({"prompts": prompts, "default_prompt_name": None})
+    (folder / "config_sentence_transformers.json").write_text(text)
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory):
+    """A sentence-transformers directory of a small model, and the model on the CPU."""
+    folder = tmp_path_factory.mktemp("sentences")
+    write_encoder(folder, 0)
+    write_modules(folder, "cls", True, query="the ")
+    with EmbeddingModel.load(folder, device="cpu") as model:
+        yield folder, model
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("device", DEVICES)
+def test_hidden_states_agree_with_transformers(written, device):
+    """Of batches of 1, 2 and 17 ragged sequences; on the CPU with the same bits in each batch."""
+    import torch
+
+    need_device(device)
+    folder, oracle = written
+    with torch.no_grad():
+        want = [oracle(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in SEQUENCES]
+    with EmbeddingModel.load(folder, device=device) as model:
+        found = model._hidden(SEQUENCES)
+        for first, count in ((0, 1), (1, 1), (1, 2), (5, 2)):
+            part = model._hidden(SEQUENCES[first : first + count])
+            for own, whole in zip(part, found[first:]):
+                assert hf_models.distance(own, whole) <= (0 if device == "cpu" else 1e-4)
+    assert len(found) == len(want) == 17
+    for got, expected in zip(found, want, strict=True):
+        assert hf_models.distance(got, expected) <= 1e-4
+
+
+@pytest.mark.parity
+def test_embeddings_are_pooled_hidden_states(embedder):
+    _, model = embedder
+    texts = ["the cat", "", "a b c d e f", "the"]
+    ids = [model.encode(text) for text in texts]
+    assert ids[0][0] == 2 and ids[0][-1] == 3 and ids[1] == [2, 3]
+    hidden = model._hidden(ids)
+    want = np.stack([rows[0] for rows in hidden])
+    assert np.array_equal(model.embed(texts, normalize=False), want)
+    lengths = np.sqrt((want.astype(np.float64) ** 2).sum(1, keepdims=True))
+    np.testing.assert_allclose(model.embed(texts), want / lengths, rtol=1e-6)
+    mean = np.stack([rows.mean(0) for rows in hidden])
+    got = model.embed(texts, normalize=False, pooling="mean")
+    np.testing.assert_allclose(got, mean, rtol=1e-6)
+    alone = np.concatenate([model.embed(text) for text in texts])
+    assert np.array_equal(alone, model.embed(texts)) and alone.dtype == np.float32
+    assert model.embed([]).shape == (0, 60)
+    with_prompt = model.embed("cat", prompt="query")
+    assert np.array_equal(with_prompt, model.embed("the cat"))
+
+
+@pytest.mark.parity
+def test_long_texts_are_truncated_with_one_note_or_refused(embedder, capsys):
+    _, model = embedder
+    long, short = "a " * 40, "a " * 7  # seven tokens and two special ones fill the model
+    assert np.array_equal(model.embed([long, "b", long])[0], model.embed(short)[0])
+    assert capsys.readouterr().err.count("2 of 3 texts exceed 9 tokens") == 1
+    model.embed(short, truncate=False)
+    with pytest.raises(RequestError, match=r"texts\[1\] has 42 tokens, the model takes 9"):
+        model.embed(["b", long], truncate=False)
+
+
+@pytest.mark.parity
+def test_wrong_requests_are_one_error(embedder):
+    folder, model = embedder
+    for name in ("generate", "stream", "chat", "logits"):
+        with pytest.raises(RequestError, match=f"{name} needs a decoder, but .* is an encoder"):
+            getattr(model, name)("text")
+    for wrong in (3, ["a", 3], {"a": 1}):
+        with pytest.raises(RequestError, match=r"texts = .* must be"):
+            model.embed(wrong)
+    with pytest.raises(RequestError, match="prompt = 'passage' is unknown"):
+        model.embed("a", prompt="passage")
+    with pytest.raises(RequestError, match="pooling"):
+        model.embed("a", pooling="median")
+    closed = EmbeddingModel.load(folder, device="reference")
+    closed.close()
+    closed.close()
+    with pytest.raises(RequestError, match="closed"):
+        closed.embed("a")
+
+
+@pytest.mark.parity
+def test_directories_are_read_strictly(tmp_path):
+    write_encoder(tmp_path, 0)
+    assert EmbeddingModel.load(tmp_path, device="reference").settings.pooling == ("mean",)
+    path = tmp_path / "modules.json"
+    for text, error, match in (
+        ('[{"type": "a.Dense", "path": "2_Dense"}]', ConfigError, "module 'Dense'"),
+        ('[{"type": "a.Pooling", "path": "../x"}]', ModelFileError, "not inside"),
+        ('{"a": 1}', ModelFileError, "not a list of modules"),
+    ):
+        path.write_text(text)
+        with pytest.raises(error, match=match):
+            EmbeddingModel.load(tmp_path, device="reference")
+    write_modules(tmp_path, pooling="nothing")
+    with pytest.raises(ConfigError, match="pooling"):
+        EmbeddingModel.load(tmp_path, device="reference")
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_length": 9}')
+    write_modules(tmp_path)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_length": 9}')
+    with pytest.raises(ConfigError, match="max_length"):
+        EmbeddingModel.load(tmp_path, device="reference")
+
+
+def test_batches_hold_every_sequence_once_within_the_budget():
+    lengths = [0, 5, 9, 1, 9, 2, 0, 3]
+    batches = list(pack(lengths, 9))
+    assert sorted(i for batch in batches for i in batch) == [1, 2, 3, 4, 5, 7]
+    assert all(sum(lengths[i] for i in batch) <= 9 for batch in batches)
+    assert batches[:2] == [[2], [4]] and not list(pack([], 9)) and not list(pack([0, 0], 9))
+
+
+def test_poolings_of_two_tokens():
+    x = np.array([[1.0, -2.0], [4.0, 6.0]], np.float32)
+    want = {"cls": [1, -2], "max": [4, 6], "mean": [2.5, 2], "lasttoken": [4, 6]}
+    want |= {"mean_sqrt_len_tokens": [5 / 2**0.5, 4 / 2**0.5], "weightedmean": [3, 10 / 3]}
+    assert POOLINGS.keys() == want.keys()
+    for name, values in want.items():
+        np.testing.assert_allclose(POOLINGS[name](x), values, rtol=1e-6)
+
+
+def test_encoders_of_all_names_are_found():
+    for kind in ("bert", "roberta", "xlm-roberta", "camembert"):
+        assert models.spec_of_model_type(kind, "test").is_encoder
