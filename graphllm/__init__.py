@@ -22,6 +22,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .api import LLM, RequestHandle, load
     from .api.async_llm import AsyncLLM
+    from .embedding import EmbeddingModel
     from .engine.request import Completion, Sampling
     from .engine.step_result import TokenLogprobs
     from .profiler.compare.comparison import compare
@@ -35,6 +36,7 @@ __all__ = [
     "AsyncLLM",
     "Completion",
     "ConfigError",
+    "EmbeddingModel",
     "Executor",
     "GraphError",
     "GraphllmError",
@@ -55,6 +57,7 @@ __all__ = [
 _MODULE_OF = {
     "load": "api",
     "LLM": "api",
+    "EmbeddingModel": "embedding",
     "AsyncLLM": "api.async_llm",
     "RequestHandle": "api",
     "Completion": "engine.request",

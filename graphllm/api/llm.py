@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -226,6 +226,13 @@ class LLM(TextGenerator):
             if found is not None:
                 file.check_tokens(split_text(self, found, file.context))
             return compare_with_base(self, file, own["chunks"], own["progress"] or no_progress)
+
+    def embed(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Raise RequestError: a decoder has no embeddings of texts; see `EmbeddingModel`."""
+        raise RequestError(
+            f"embed needs an encoder, but {self.file.path} is a decoder "
+            f"({self.file.architecture}): pooling of decoders is not supported"
+        )
 
     # -- values and times
     def logits(self, prompt: Prompt, last: bool = False) -> np.ndarray:

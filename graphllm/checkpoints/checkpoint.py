@@ -69,10 +69,10 @@ class Checkpoint(Protocol):
 
 
 def checkpoint_path(model: str | os.PathLike[str]) -> Path:
-    """Return the file or directory of ``model``: a path, ``demo``, or a Hub id ``org/name``.
+    """Return the file or directory of ``model``: a path, ``demo``, ``minilm``, or ``org/name``.
 
-    A model of the Hugging Face Hub is downloaded if it is not cached. ModelFileError if there is
-    no such model.
+    ``org/name`` is a model of the Hugging Face Hub, downloaded if it is not cached. ModelFileError
+    if there is no such model.
     """
     if (url := _URL.match(str(model))) is not None:
         name = url[1] or "org/name"
@@ -80,6 +80,10 @@ def checkpoint_path(model: str | os.PathLike[str]) -> Path:
             f"{model}: is a URL; give a file, a directory, or {name!r} for a model of the Hugging "
             "Face hub"
         )
+    if str(model) == "minilm":
+        from .minilm import minilm_path
+
+        return minilm_path()
     path = demo_path() if str(model) == "demo" else Path(model)
     if path.exists():
         return path

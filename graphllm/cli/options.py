@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MODEL = (
     "A .gguf file (the first part of a split file), a Hugging Face directory or ORG/NAME, a "
-    ".safetensors file, a llama2.c .bin file, or 'demo'."
+    ".safetensors file, a llama2.c .bin file, 'demo' or 'minilm'."
 )
 Model = Annotated[str, Argument(help=MODEL, show_default=False)]
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
@@ -139,11 +139,11 @@ class PlacementOptions:
 
         ``more``: further keyword arguments of `graphllm.load`.
         """
-        from ..api import load
+        from ..api import LLM
 
         with progress_line() as show:
             one = {"max_sequences": 1}  # unless the verb asks for more
-            loaded = load(model, progress=show, **one | self.arguments() | more)
+            loaded = LLM.load(model, progress=show, **one | self.arguments() | more)
         for line in loaded.notes():
             note(f"note: {line}")
         return loaded

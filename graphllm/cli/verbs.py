@@ -7,8 +7,8 @@ from importlib import import_module
 from .declarations import VERBS, Verb
 
 NAMES = (
-    "attribute", "bench", "chat", "compare", "diff", "doctor", "inspect", "new", "perplexity",
-    "plan", "profile", "quantize", "run", "tokenize", "validate",
+    "attribute", "bench", "chat", "compare", "diff", "doctor", "embed", "inspect", "new",
+    "perplexity", "plan", "profile", "quantize", "run", "tokenize", "validate",
 )  # fmt: skip
 
 

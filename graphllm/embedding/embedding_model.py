@@ -119,7 +119,7 @@ class EmbeddingModel:
             model: a Hugging Face or sentence-transformers directory, ``minilm``, ``org/name`` of
                 the Hugging Face hub, or an open `Checkpoint`.
             model_def: Python file that defines the model, instead of a built-in family.
-            type: weight format to quantise float matrices to while loading, such as ``q8_0``.
+            type: block format to quantise float matrices to while loading; None keeps them.
             device: ``auto`` (for each op the first backend that supports it) or the name of a
                 backend; ops that it does not support run on the backends after it.
             linear: matrix products with quantised weights: ``integer``, ``float`` or ``auto``.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import backends as registry
 from ..arguments import (
@@ -29,11 +29,13 @@ from ..engine.kv_memory import check_kv_memory, kv_blocks
 from ..graph.dtype import CACHED
 from ..model.batch import Limits
 from ..model.decoder import Decoder
-from ..model.encoder import Encoder
-from ..model.spec import ModelSpec
 from ..runtime.executor import Executor
 from ..runtime.gpu_offload import check_gpu_layers
-from ..weights import Weights
+
+if TYPE_CHECKING:
+    from ..model.encoder import Encoder
+    from ..model.spec import ModelSpec
+    from ..weights import Weights
 
 DEFAULT_CONTEXT, DEFAULT_SEQUENCES = 4096, 16
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from .. import models
+from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.gguf import GgufCheckpoint
 from ..checkpoints.gguf_writer import TensorEntry, encode_value
 from ..checkpoints.hf_directory import HfCheckpoint
@@ -26,6 +27,7 @@ from ..formats.quantization import dequantise
 from ..graph.dtype import F32
 from ..model.config import DecoderConfig
 from ..model.rope import FREQUENCIES
+from ..model.spec import ModelSpec
 from ..weights.mapped_file import TensorInfo
 from ..weights.weight_rules import IDENTITY, WeightRule
 from .source import describe
@@ -53,7 +55,7 @@ class HfSource:
             )
         self.notes: list[str] = []
         spec = self._file.spec()
-        self._config = spec.config(self._file.keys(spec))
+        self._config = _decoder_config(spec, self._file)
         self._weights = self._file.weights(spec, self._config)
         self._arch = _ARCHITECTURES[kind]
         target = models.spec_of_architecture(self._arch, path)
@@ -212,7 +214,7 @@ class HfSource:
             raise ConfigError(f"{where}: attention_bias: llama.cpp's {self._arch} has no biases")
         header = _Header(self.path, values, self.tensors)
         spec = header.spec()
-        found = dict(_flat(spec.config(header.keys(spec))))
+        found = dict(_flat(_decoder_config(spec, header)))
         for key, want in _flat(self._config):
             have = found.get(key)
             if self._arch == "llama" and key.endswith(".window"):
@@ -249,6 +251,13 @@ class _Header(GgufCheckpoint):
     def __init__(self, path: Path, values: Mapping[str, Any], tensors: list[TensorEntry]) -> None:
         self.path, self.version, self.metadata = path, 3, values
         self.tensors = {t.name: TensorInfo(t.name, t.shape, t.dtype, t.nbytes, 0) for t in tensors}
+
+
+def _decoder_config(spec: ModelSpec, file: Checkpoint) -> DecoderConfig:
+    """The configuration of a file; `_ARCHITECTURES` has decoders only."""
+    config = spec.config(file.keys(spec))
+    assert isinstance(config, DecoderConfig)
+    return config
 
 
 def _flat(config: DecoderConfig) -> list[tuple[str, Any]]:

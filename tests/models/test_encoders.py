@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from copy import deepcopy
 
@@ -9,8 +10,11 @@ import hf_models
 import numpy as np
 import pytest
 from cuda_cases import DEVICES, need_device
+from typer.testing import CliRunner
 
+import graphllm
 from graphllm import models
+from graphllm.cli import app
 from graphllm.embedding import EmbeddingModel
 from graphllm.embedding.packing import pack
 from graphllm.embedding.pooling import POOLINGS
@@ -155,6 +159,62 @@ def test_wrong_requests_are_one_error(embedder):
     closed.close()
     with pytest.raises(RequestError, match="closed"):
         closed.embed("a")
+
+
+@pytest.mark.parity
+def test_load_chooses_by_the_model_type(embedder, tmp_path):
+    folder, _ = embedder
+    with graphllm.load(folder, device="reference") as model:
+        assert isinstance(model, EmbeddingModel)
+    with pytest.raises(RequestError, match="bert is an encoder, which has no next tokens"):
+        graphllm.LLM.load(folder)
+    hf_models.write(tmp_path, hf_models.SPECS["llama"], 0)
+    with pytest.raises(RequestError, match="llama is a decoder; only encoders"):
+        EmbeddingModel.load(tmp_path)
+    with (
+        graphllm.load(tmp_path, device="reference") as llm,
+        pytest.raises(RequestError, match=r"embed needs an encoder, but .* is a decoder"),
+    ):
+        llm.embed(["text"])
+
+
+@pytest.mark.parity
+def test_embed_on_the_command_line(embedder, tmp_path):
+    folder, model = embedder
+    texts = ["the cat", "", "a b c"]
+    lines = tmp_path / "lines.txt"
+    lines.write_text("\n".join(texts) + "\n")
+    want = model.embed(texts)
+    for name in ("vectors.npy", "vectors.jsonl"):
+        done = CliRunner().invoke(
+            app, ["embed", str(folder), "-f", str(lines), "-o", str(tmp_path / name)]
+        )
+        assert done.exit_code == 0 and "3 embeddings of 60 columns" in done.stdout
+    assert np.array_equal(np.load(tmp_path / "vectors.npy"), want)
+    rows = (tmp_path / "vectors.jsonl").read_text().splitlines()
+    assert np.array_equal(np.array([json.loads(row) for row in rows], np.float32), want)
+    wrong = CliRunner().invoke(app, ["embed", str(folder), "-f", str(lines), "-o", "v.txt"])
+    assert wrong.exit_code != 0 and "must end in .npy or .jsonl" in str(wrong.exception)
+
+
+@pytest.mark.realmodel
+@pytest.mark.parity
+def test_minilm_agrees_with_transformers():
+    """Mean pooling written out here; texts of one to more tokens than the model takes."""
+    if importlib.util.find_spec("all_minilm_l6_v2") is None:
+        pytest.skip("needs the extra minilm")
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    texts = ["", "Hello", "Where is the station?", "caf\u00e9 \u65e5\u672c!", "one two " * 150]
+    with graphllm.load("minilm") as model:
+        path, found = model.file.path, model.embed(texts)
+    oracle, tokenizer = AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    for text, got in zip(texts, found, strict=True):
+        inputs = tokenizer(text, truncation=True, max_length=256, return_tensors="pt")
+        with torch.no_grad():
+            want = oracle(**inputs).last_hidden_state[0].mean(0).numpy()
+        assert float(got @ want) / np.linalg.norm(want) >= 0.9999
 
 
 @pytest.mark.parity
