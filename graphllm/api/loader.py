@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from ..checkpoints.checkpoint import Checkpoint, checkpoint_path
-from ..errors import GraphllmError
+from ..errors import GraphllmError, RequestError
+from ..loading.load import RULES
 from .llm import LLM
 
 
@@ -23,6 +25,9 @@ def load(model: str | Path | Checkpoint, **options: Any) -> Any:
         return LLM.load(model, **options)
     from ..embedding import EmbeddingModel
 
+    known = signature(EmbeddingModel.load).parameters
+    if foreign := [name for name in options if name in RULES and name not in known]:
+        raise RequestError(f"{foreign[0]} has no meaning for an encoder", foreign[0])
     return EmbeddingModel.load(model, **options)
 
 

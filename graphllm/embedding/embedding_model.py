@@ -28,7 +28,7 @@ from .sentence_transformers import EmbeddingSettings, read_settings
 if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
 
-BATCH_TOKENS = 2048  # of a batch, unless a single text may be longer
+BATCH_TOKENS = 1024  # of a batch, unless a single text may be longer
 _SHOWN_TEXTS = 256  # calls with fewer texts show no progress
 _RULES: dict[str, Rule] = {
     "normalize": flag,

@@ -166,6 +166,9 @@ def test_load_chooses_by_the_model_type(embedder, tmp_path):
     folder, _ = embedder
     with graphllm.load(folder, device="reference") as model:
         assert isinstance(model, EmbeddingModel)
+        assert model.tokenizer.decode(model.encode("the thes cat")) == "the thes cat"
+    with pytest.raises(RequestError, match="kv_type has no meaning for an encoder"):
+        graphllm.load(folder, kv_type="f16")
     with pytest.raises(RequestError, match="bert is an encoder, which has no next tokens"):
         graphllm.LLM.load(folder)
     hf_models.write(tmp_path, hf_models.SPECS["llama"], 0)

@@ -279,7 +279,7 @@ def added(token: int, text: str) -> dict[str, Any]:
     return {"id": token, "content": text, "special": True, **flags}
 
 
-PIECE = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+SPEECH = {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}
 MAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}  # the package panics
 BAD_JSON: list[tuple[Any, Any, str]] = [  # good file, change, message
     (lambda: "", None, "EOF"),
@@ -291,7 +291,7 @@ BAD_JSON: list[tuple[Any, Any, str]] = [  # good file, change, message
     (byte_level, lambda c: c["model"]["vocab"].update(x=2**31), "is too large"),
     (byte_level, lambda c: c["added_tokens"].append(added(900, "<x>")), "has the id 900"),
     (byte_level, lambda c: c.update(decoder=None), "no decoder"),
-    (byte_level, lambda c: c.update(decoder=PIECE), "decoder WordPiece is not supported"),
+    (byte_level, lambda c: c.update(decoder=SPEECH), "decoder CTC is not supported"),
     (metaspace, lambda c: c["decoder"]["decoders"].reverse(), "decoder Strip is not supported"),
     (unigram, lambda c: c.update(normalizer=MAP), "charsmap"),
 ]
