@@ -373,7 +373,8 @@ class Model(Decoder):
 @pytest.mark.parametrize(
     ("key", "config", "message"),
     [
-        ("intermediate_size", "llama.config(keys)", "returned NoneType, not a DecoderConfig"),
+        ("intermediate_size", "llama.config(keys)",
+         "returned NoneType, not a DecoderConfig or an EncoderConfig"),
         ("intermediate_sise", "return llama.config(keys)",
          "first.py: TINY: the model does not know the key 'intermediate_sise' (it reads "
          "'intermediate_size')"),
