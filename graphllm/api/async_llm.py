@@ -20,6 +20,40 @@ if TYPE_CHECKING:
     from ..chat import Message
 
 
+class AsyncRequest:
+    """A request of `AsyncLLM.submit`, whose results one task of the event loop awaits.
+
+    Attributes:
+        handle: progress and cancellation; a handle without references cancels its request.
+    """
+
+    def __init__(self, handle: RequestHandle, arrived: asyncio.Event) -> None:
+        """``arrived`` is set in the event loop after each result."""
+        self.handle, self._arrived = handle, arrived
+
+    @property
+    def completions(self) -> list[Completion]:
+        """What was consumed so far, of each sample."""
+        return [each.completion for each in (self.handle, *self.handle.alternatives)]
+
+    async def poll(self) -> tuple[str, bool]:
+        """Wait for results and consume all that are there; see `RequestHandle.poll`.
+
+        Call it until it returns that the request has ended, and not afterwards.
+        """
+        await self._arrived.wait()
+        self._arrived.clear()  # before the results are read, so that no later one is missed
+        return self.handle.poll()
+
+    async def result(self) -> Completion:
+        """Wait for the end of the request; see `RequestHandle.result`."""
+        while not self.handle.done:
+            self._arrived.clear()
+            if not self.handle.done:
+                await self._arrived.wait()
+        return self.handle.result()  # without waiting
+
+
 class AsyncLLM:
     """An `LLM` whose requests are awaited in an asyncio event loop.
 
@@ -92,64 +126,71 @@ class AsyncLLM:
         check_one_sample(settings, "llm.chat_stream")
         return self._stream(lambda: self.llm.encode_chat(messages), settings)
 
+    async def submit(
+        self, prompt: Prompt, *, last_only: bool = False, **sampling: Any
+    ) -> AsyncRequest:
+        """Begin a request that runs in the background; see `LLM.submit`.
+
+        Args:
+            prompt: a string or token ids.
+            last_only: wake the task at the end of the request only, for `AsyncRequest.result`.
+            **sampling: see `LLM.generate`.
+
+        Raises:
+            RequestError: invalid argument, or the prompt does not fit the context.
+        """
+        found = parse_prompt(prompt, "llm.submit")
+        settings = parse_settings(sampling, None, "llm.submit")[0]
+        return await self._submit(found, settings, last_only)
+
     async def _stream(
         self, prompt: str | list[int] | Callable[[], list[int]], settings: Sampling
     ) -> AsyncIterator[str]:
-        arrived = asyncio.Event()
-        delivery = Delivery(background=True, listener=self._listener(arrived))
-        handle = await self._submit(prompt, settings, delivery)
+        request = await self._submit(prompt, settings)
         try:
             ended = False
             while not ended:
-                arrived.clear()
-                text, ended = handle.poll()
+                text, ended = await request.poll()
                 if text:
                     yield text
-                elif not ended:
-                    await arrived.wait()
         finally:
-            handle.cancel()
+            request.handle.cancel()
 
     async def _complete_all(
         self, prompts: Sequence[str | list[int]], settings: Sequence[Sampling]
     ) -> list[Completion]:
         """Submit all prompts, then wait for the completions in order."""
-        handles: list[tuple[RequestHandle, asyncio.Event]] = []
+        requests: list[AsyncRequest] = []
         try:
             for prompt, own in zip(prompts, settings):
-                ended = asyncio.Event()
-                listener = self._listener(ended, last_only=True)
-                delivery = Delivery(attended=True, background=True, listener=listener)
-                submitted = await self._submit(prompt, own, delivery)
-                handles.append((submitted, ended))
-            for handle, ended in handles:
-                while not handle.done:
-                    ended.clear()
-                    if not handle.done:
-                        await ended.wait()
-            return [handle.result() for handle, _ in handles]  # without waiting
+                requests.append(await self._submit(prompt, own, last_only=True, attended=True))
+            return [await request.result() for request in requests]
         finally:
-            for handle, _ in handles:
-                handle.cancel()
+            for request in requests:
+                request.handle.cancel()
 
     async def _submit(
         self,
         prompt: str | list[int] | Callable[[], list[int]],
         settings: Sampling,
-        delivery: Delivery,
-    ) -> RequestHandle:
+        last_only: bool = False,
+        attended: bool = False,
+    ) -> AsyncRequest:
         """Encode the prompt and submit the request in a thread, since encoding takes a while.
 
         If the task is cancelled meanwhile, nobody gets the handle, which cancels the request.
         """
+        arrived = asyncio.Event()
+        listener = self._listener(arrived, last_only)
+        delivery = Delivery(attended=attended, background=True, listener=listener)
 
         def submit() -> RequestHandle:
             found = prompt() if callable(prompt) else prompt
             return self.llm._submit(found, settings.with_seed(), Completion(), delivery=delivery)
 
-        return await asyncio.to_thread(submit)
+        return AsyncRequest(await asyncio.to_thread(submit), arrived)
 
-    def _listener(self, arrived: asyncio.Event, last_only: bool = False) -> Callable[[bool], None]:
+    def _listener(self, arrived: asyncio.Event, last_only: bool) -> Callable[[bool], None]:
         """Return the `Delivery.listener` that sets an event in the running event loop."""
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:

@@ -94,6 +94,26 @@ def test_lists_and_chats(llm):
     run(main())
 
 
+@pytest.mark.parametrize("last_only", [False, True])
+def test_several_samples_of_a_submitted_request(llm, last_only):
+    want = llm.generate("hello", n=3, max_tokens=9, **SAMPLED)
+
+    async def main():
+        request = await AsyncLLM(llm).submit(
+            "hello", n=3, max_tokens=9, last_only=last_only, **SAMPLED
+        )
+        text, ended = "", last_only
+        while not ended:
+            piece, ended = await request.poll()
+            text += piece
+        assert last_only or text == want.text
+        done = await request.result()
+        assert [each.ids for each in done.choices] == [each.ids for each in want.choices]
+        assert [each.text for each in request.completions] == [each.text for each in want.choices]
+
+    run(main())
+
+
 def test_tasks_and_threads_share_the_batch(llm):
     want = [llm.generate(f"hello {n}", max_tokens=20, **SAMPLED).text for n in range(24)]
     found: dict[int, str] = {}
