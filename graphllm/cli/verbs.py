@@ -8,7 +8,7 @@ from .declarations import VERBS, Verb
 
 NAMES = (
     "attribute", "bench", "chat", "compare", "diff", "doctor", "embed", "inspect", "new",
-    "perplexity", "plan", "profile", "quantize", "run", "tokenize", "validate",
+    "perplexity", "plan", "profile", "quantize", "run", "serve", "tokenize", "validate",
 )  # fmt: skip
 
 

@@ -133,6 +133,7 @@ IMPORT_ORDER = (
     "profiler",
     "api",
     "validation",
+    "server",  # HTTP server
     "cli",
 )  # fmt: skip
 # Modules whose imports are checked by no order: the public names and ``python -m graphllm``.

@@ -1,0 +1,99 @@
+"""The verb ``serve``: an HTTP server with the API of OpenAI."""
+
+from __future__ import annotations
+
+import ipaddress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+from ..errors import RequestError
+from ..terminal import escape_control, note
+from .declarations import Option, verb
+from .options import LoadOptions, Model, Template, read_text
+from .run import PARALLEL
+
+_MODULES = ("prometheus_client", "starlette", "uvicorn")
+
+
+@verb
+def serve(
+    model: Model,
+    load_options: LoadOptions,
+    host: Annotated[str, Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option("--port", help="Port; 0 chooses a free one.")] = 8080,
+    parallel: Annotated[
+        int, Option("--parallel", help="Number of sequences that are computed at once.")
+    ] = PARALLEL,
+    api_key: Annotated[
+        list[str] | None,
+        Option(
+            "--api-key",
+            help="Key that requests need; may be repeated. Other users of the machine can see it "
+            "in the list of processes: prefer --api-key-file.",
+            show_default=False,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, Option("--api-key-file", help="File with one key per line.")
+    ] = None,
+    alias: Annotated[
+        str | None,
+        Option("--alias", help="Name of the model in the API; its file name by default."),
+    ] = None,
+    chat_template: Template = None,
+    max_body: Annotated[
+        int, Option("--max-body", help="Maximum number of bytes of a request body.")
+    ] = 10_000_000,
+    shutdown_timeout: Annotated[
+        int,
+        Option(
+            "--shutdown-timeout",
+            help="Seconds that running requests have to end after SIGTERM or Ctrl-C.",
+        ),
+    ] = 30,
+) -> None:
+    """Serve a model over HTTP with the API of OpenAI.
+
+    graphllm serve demo --port 8080
+
+    graphllm serve model.gguf --parallel 32 --api-key-file keys.txt
+    """
+    if missing := [name for name in _MODULES if find_spec(name) is None]:
+        raise RequestError(f"serve needs {', '.join(missing)}: pip install 'graphllm[serve]'")
+    if min(port, max_body, shutdown_timeout) < 0:
+        raise RequestError("--port, --max-body and --shutdown-timeout must be at least 0")
+    keys = _keys(api_key or [], api_key_file)
+    from ..server.app import create_app
+    from ..server.run_server import Server, bind
+
+    bound = bind(host, port)  # before the model is loaded, which takes longer
+    llm = load_options.load(model, chat_template=chat_template, max_sequences=parallel)
+    _ = llm.tokenizer  # raises if there is none
+    name = alias or _name(model)
+    address, own_port = bound.getsockname()[:2]
+    if not keys and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        note(f"note: no API key is set: whoever can reach {address} can use the model")
+    where = f"[{address}]" if ":" in address else address
+    line = f"{escape_control(name)} is served at http://{where}:{own_port}/v1"
+    app = create_app(llm, name, keys, max_body)
+    Server(app, bound, lambda: note(line), shutdown_timeout).run_until_stopped()
+    llm.close()
+
+
+def _name(model: str) -> str:
+    """Return the name of a model in the API, which shows no folder of this machine."""
+    path = Path(model)
+    return path.stem if path.is_file() else path.resolve().name if path.is_dir() else model
+
+
+def _keys(given: list[str], file: Path | None) -> list[str]:
+    """Return all API keys. RequestError: a key is empty or no plain text, or a file has none."""
+    listed = [] if file is None else [line.strip() for line in read_text(file).splitlines()]
+    keys = [*given, *filter(None, listed)]
+    for key in keys:
+        if not key.isascii() or not key.isprintable() or not key or " " in key:
+            raise RequestError("an API key must be printable ASCII characters without spaces")
+    if file is not None and not any(listed):
+        raise RequestError(f"{file} has no API key")
+    return keys

@@ -1,0 +1,165 @@
+"""Objects of OpenAI's API that answers are made of: choices, log-probabilities, usage."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..engine.request import Completion
+from ..engine.step_result import TokenLogprobs
+from ..tokenizer import Tokenizer
+from .json_data import json_logprob
+
+Object = dict[str, Any]
+
+
+class Answer:
+    """The objects of one answer, whole or in chunks.
+
+    Attributes:
+        kind, chunk_kind: the ``object`` of a whole answer, and of a chunk.
+        prefix: of the answer's id.
+    """
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl-"
+
+    def __init__(self, model: str, tokenizer: Tokenizer) -> None:
+        """Begin an answer of ``model``."""
+        self._head = {"id": self.prefix + secrets.token_hex(12), "created": int(time.time())}
+        self._model, self.tokenizer = model, tokenizer
+        self._offsets: dict[int, int] = {}  # characters of the tokens of each choice so far
+
+    def whole(self, choices: Sequence[Object], usage: Object) -> Object:
+        """Return the whole answer."""
+        return self._object(self.kind, choices) | {"usage": usage}
+
+    def chunk(self, choices: Sequence[Object], usage: Object | None = None) -> Object:
+        """Return a chunk of a stream; ``usage`` belongs to the last one, which has no choices."""
+        return self._object(self.chunk_kind, choices) | ({} if usage is None else {"usage": usage})
+
+    def _object(self, kind: str, choices: Sequence[Object]) -> Object:
+        head = self._head
+        return {
+            "id": head["id"],
+            "object": kind,
+            "created": head["created"],
+            "model": self._model,
+            "choices": list(choices),
+        }
+
+    def choice(self, index: int, done: Completion, echo: str | None = None) -> Object:
+        """Return a whole choice; ``echo``: the prompt's text, if it precedes the answer."""
+        tokens = done.logprobs
+        if echo is not None and done.prompt_logprobs:
+            first = TokenLogprobs(done.prompt_ids[0], 0.0)
+            tokens = [first, *done.prompt_logprobs, *done.logprobs]
+        listed = self.logprobs(tokens) if tokens else None
+        if listed is not None and echo is not None:
+            listed["token_logprobs"][0] = listed["top_logprobs"][0] = None
+        return {
+            "index": index,
+            "text": (echo or "") + done.text,
+            "logprobs": listed,
+            "finish_reason": done.finish_reason,
+        }
+
+    def first(self, index: int, echo: str | None = None) -> Object | None:
+        """Return the first piece of a choice, which precedes all text; None for none."""
+        return None if echo is None else self.piece(index, echo, ())
+
+    def piece(
+        self, index: int, text: str, tokens: Sequence[TokenLogprobs], finish: str | None = None
+    ) -> Object:
+        """Return a piece of a choice.
+
+        Args:
+            index: number of the choice.
+            text: new text.
+            tokens: log-probabilities of the tokens that are new.
+            finish: finish_reason; the piece is the last one.
+        """
+        listed = self.logprobs(tokens, self._offsets.get(index, 0)) if tokens else None
+        if listed is not None:
+            self._offsets[index] = listed["text_offset"][-1] + len(listed["tokens"][-1])
+        return {"index": index, "text": text, "logprobs": listed, "finish_reason": finish}
+
+    def logprobs(self, tokens: Iterable[TokenLogprobs], at: int = 0) -> Object:
+        """Return log-probabilities of tokens in the form of the endpoint.
+
+        ``at``: offset of the first token in the text.
+        """
+        listed: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for each in tokens:
+            text = self._text(each.id)
+            listed["tokens"].append(text)
+            listed["token_logprobs"].append(json_logprob(each.logprob))
+            top = {self._text(token): json_logprob(value) for token, value in reversed(each.top)}
+            listed["top_logprobs"].append(top | {text: json_logprob(each.logprob)})
+            listed["text_offset"].append(at)
+            at += len(text)
+        return listed
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.piece(token).decode("utf-8", "replace")
+
+
+class ChatAnswer(Answer):
+    """As `Answer`, of ``/v1/chat/completions``."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def choice(self, index: int, done: Completion, echo: str | None = None) -> Object:
+        message = {"role": "assistant", "content": done.text, "refusal": None}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self.logprobs(done.logprobs) if done.logprobs else None,
+            "finish_reason": done.finish_reason,
+        }
+
+    def first(self, index: int, echo: str | None = None) -> Object | None:
+        return self._delta(index, {"role": "assistant", "content": ""})
+
+    def piece(
+        self, index: int, text: str, tokens: Sequence[TokenLogprobs], finish: str | None = None
+    ) -> Object:
+        return self._delta(index, {"content": text} if text else {}, tokens, finish)
+
+    def _delta(
+        self, index: int, delta: Object, tokens: Sequence[TokenLogprobs] = (),
+        finish: str | None = None,
+    ) -> Object:  # fmt: skip
+        listed = self.logprobs(tokens) if tokens else None
+        return {"index": index, "delta": delta, "logprobs": listed, "finish_reason": finish}
+
+    def logprobs(self, tokens: Iterable[TokenLogprobs], at: int = 0) -> Object:
+        content = [
+            self._token(each.id, each.logprob)
+            | {"top_logprobs": [self._token(*other) for other in each.top]}
+            for each in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> Object:
+        data = self.tokenizer.piece(token)
+        text = data.decode("utf-8", "replace")
+        return {"token": text, "logprob": json_logprob(logprob), "bytes": list(data)}
+
+
+def usage(prompts: Iterable[Completion]) -> Object:
+    """Return the tokens of an answer, which has the samples ``choices`` of each of ``prompts``.
+
+    A prompt counts once, however many samples it has; tokens that end an answer do not count.
+    """
+    own = list(prompts)
+    prompt_tokens = sum(len(done.prompt_ids) for done in own)
+    completion_tokens = sum(len(each.ids) for done in own for each in done.choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(done.cached_tokens for done in own)},
+    }

@@ -1,0 +1,162 @@
+"""The ASGI application of a loaded model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..api import LLM
+from ..api.async_llm import AsyncLLM
+from .access import KeyCheck
+from .completions import Completions
+from .errors import ApiError, api_error
+from .fields import APPLY_TEMPLATE, DETOKENIZE, TOKENIZE, check_fields
+from .json_data import json_bytes
+from .metrics import Metrics
+from .request_body import read_json
+from .streaming import ClientDisconnected
+
+MAX_BODY = 10_000_000  # bytes of a request body
+CLIENT_CLOSED = 499  # status for the metrics, as nginx has it: nobody gets the response
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+
+
+def create_app(llm: LLM, name: str, keys: Sequence[str] = (), max_body: int = MAX_BODY) -> ASGIApp:
+    """Return the application of a loaded model.
+
+    Args:
+        llm: the model.
+        name: its name in the API.
+        keys: API keys, of which requests need one; none for no access control.
+        max_body: bytes of a request body at most.
+    """
+    metrics = Metrics(llm)
+    completions = Completions(AsyncLLM(llm), name, max_body, metrics)
+    tools = _Tools(llm, name, max_body, metrics)
+    table: list[tuple[str, str, Endpoint]] = [
+        ("POST", "/v1/chat/completions", completions.chat),
+        ("POST", "/v1/completions", completions.complete),
+        ("GET", "/v1/models", tools.models),
+        ("GET", "/v1/models/{name:path}", tools.model),
+        ("POST", "/tokenize", tools.tokenize),
+        ("POST", "/detokenize", tools.detokenize),
+        ("POST", "/apply-template", tools.apply_template),
+        ("GET", "/health", tools.health),
+        ("GET", "/metrics", tools.metrics),
+    ]
+    routes = [Route(path, _guarded(call), methods=[method]) for method, path, call in table]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    paths = {path for _, path, _ in table}
+    return _Counted(KeyCheck(app, keys), metrics, paths)
+
+
+def json_response(value: Any) -> Response:
+    """Return a response with a JSON value."""
+    return Response(json_bytes(value), media_type="application/json")
+
+
+def _guarded(call: Endpoint) -> Endpoint:
+    """Return the endpoint with its exceptions as responses."""
+
+    async def endpoint(request: Request) -> ASGIApp:
+        try:
+            return await call(request)
+        except ClientDisconnected:
+            return Response(status_code=CLIENT_CLOSED)
+        except Exception as error:
+            return api_error(error).response()
+
+    return endpoint
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Return Starlette's own errors (404, 405) in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path[:100]}: {error.detail}"
+    return ApiError(error.status_code, text, headers=error.headers).response()
+
+
+class _Counted:
+    """ASGI middleware that counts the responses by path and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str]) -> None:
+        self._app, self._responses, self._paths = app, metrics.responses, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self._responses.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counting)
+
+
+class _Tools:
+    """The endpoints that generate nothing."""
+
+    def __init__(self, llm: LLM, name: str, max_body: int, metrics: Metrics) -> None:
+        self._llm, self._max_body, self._metrics = llm, max_body, metrics
+        self._model = {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "graphllm",
+            "max_model_len": llm.limits.context,
+        }
+
+    async def models(self, request: Request) -> Response:
+        """``/v1/models``."""
+        return json_response({"object": "list", "data": [self._model]})
+
+    async def model(self, request: Request) -> Response:
+        """``/v1/models/NAME``."""
+        name = request.path_params["name"]
+        if name != self._model["id"]:
+            text = f"the model {name[:100]!r} does not exist"
+            raise ApiError(404, text, "model", "model_not_found")
+        return json_response(self._model)
+
+    async def tokenize(self, request: Request) -> Response:
+        """``/tokenize``, as llama.cpp has it, but special tokens are text by default."""
+        values = check_fields(TOKENIZE, await read_json(request, self._max_body), "content")
+        add, parse = values.get("add_special", False), values.get("parse_special", False)
+        encode = self._llm.tokenizer.encode
+        ids = await asyncio.to_thread(
+            encode, values["content"], add_special=add, parse_special=parse
+        )
+        return json_response({"tokens": list(ids)})
+
+    async def detokenize(self, request: Request) -> Response:
+        """``/detokenize``."""
+        values = check_fields(DETOKENIZE, await read_json(request, self._max_body), "tokens")
+        ids = values["tokens"]
+        text = await asyncio.to_thread(self._llm.decode, ids, skip_special=False) if ids else ""
+        return json_response({"content": text})
+
+    async def apply_template(self, request: Request) -> Response:
+        """``/apply-template``: the text of a chat's prompt."""
+        values = check_fields(APPLY_TEMPLATE, await read_json(request, self._max_body), "messages")
+        try:
+            render = self._llm.template.render
+            text = await asyncio.to_thread(render, values["messages"])
+        except Exception as error:
+            raise api_error(error, "messages") from None
+        return json_response({"prompt": text})
+
+    async def health(self, request: Request) -> Response:
+        """``/health``."""
+        return json_response({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """``/metrics``."""
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")

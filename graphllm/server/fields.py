@@ -1,0 +1,211 @@
+"""Fields of requests by endpoint: their types and ranges, and the sampling settings they become.
+
+A field that is null counts as absent. Fields that are not listed are ignored, as OpenAI does. Those
+that are listed as `Unsupported` are refused, since ignoring them would change the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..arguments import (
+    Integer,
+    Real,
+    Rule,
+    flag,
+    invalid_argument,
+    mapping,
+    texts,
+    token_biases,
+    token_ids,
+)
+from .errors import ApiError
+
+MAX_CHOICES = 128  # of a request: prompts times n, as OpenAI limits n
+MAX_STOPS, MAX_STOP_CHARS = 16, 1024  # stop strings of a request, and characters of each
+MAX_BIASES = 1024  # entries of logit_bias
+_COUNT = 2**31 - 1
+_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a request.
+
+    Attributes:
+        rule: checks the value and converts it.
+        setting: field of `Sampling` that gets the value; None if the endpoint reads it.
+    """
+
+    rule: Rule
+    setting: str | None = None
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A field that is accepted only with a value that asks for nothing; see `Field.rule`."""
+
+    off: tuple[Any, ...] = ()
+
+    def __call__(self, name: str, value: Any) -> Any:
+        if value in self.off:
+            return value
+        raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_value")
+
+
+def any_text(name: str, value: Any) -> str:
+    """A string, also an empty one."""
+    if not isinstance(value, str):
+        raise invalid_argument(name, value, "a string")
+    return value
+
+
+def _top_p(name: str, value: Any) -> float:
+    """A number from 0 to 1; OpenAI's 0 keeps the most likely token only."""
+    return max(Real(0, 1)(name, value), 1e-9)
+
+
+def _seed(name: str, value: Any) -> int:
+    """Any integer of 64 bits, as one that is not negative."""
+    return Integer(-(2**63), 2**63 - 1)(name, value) % 2**63
+
+
+def _stop(name: str, value: Any) -> tuple[str, ...]:
+    """A stop string, or several."""
+    if isinstance(value, list) and len(value) > MAX_STOPS:
+        raise invalid_argument(name, value, f"at most {MAX_STOPS} strings")
+    found = texts(name, value)
+    if any(len(each) > MAX_STOP_CHARS for each in found):
+        raise invalid_argument(name, value, f"strings of at most {MAX_STOP_CHARS} characters")
+    return found
+
+
+def _logit_bias(name: str, value: Any) -> dict[int, float]:
+    """An object of biases from -100 to 100 by token id, a JSON key."""
+    found = mapping(name, value)
+    if len(found) > MAX_BIASES:
+        raise invalid_argument(name, value, f"an object of at most {MAX_BIASES} token ids")
+    biases: dict[Any, float] = {}
+    for key, bias in found.items():
+        known = key.isascii() and key.isdigit() and len(key) < 10
+        biases[int(key) if known else key] = Real(-100, 100)(f"{name}[{key:.20}]", bias)
+    return token_biases(name, biases)
+
+
+def _messages(name: str, value: Any) -> list[Any]:
+    """A list; the chat template checks the messages."""
+    if not isinstance(value, list) or not value:
+        raise invalid_argument(name, value, "a list of messages")
+    return value
+
+
+def _prompts(name: str, value: Any) -> list[str | list[int]]:
+    """Prompts of ``/v1/completions``: a string, token ids, or a list of either."""
+    several = isinstance(value, list) and value and isinstance(value[0], (str, list))
+    prompts = value if several else [value]
+    if len(prompts) > MAX_CHOICES:
+        raise invalid_argument(name, value, f"at most {MAX_CHOICES} prompts")
+    return [p if isinstance(p, str) else list(_some_ids(name, p)) for p in prompts]
+
+
+def _some_ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value:
+        raise invalid_argument(name, value, "a string, token ids, or a list of either")
+    return token_ids(name, value)
+
+
+def _stream_options(name: str, value: Any) -> bool:
+    """The object with ``include_usage``."""
+    given = mapping(name, value).get("include_usage")
+    return given is not None and flag(f"{name}.include_usage", given)
+
+
+_COMMON = {
+    "model": Field(any_text),
+    "stream": Field(flag),
+    "stream_options": Field(_stream_options),
+    "n": Field(Integer(1, MAX_CHOICES), "n"),
+    "seed": Field(_seed, "seed"),
+    "stop": Field(_stop, "stop"),
+    "temperature": Field(Real(0, 2), "temperature"),
+    "top_p": Field(_top_p, "top_p"),
+    "presence_penalty": Field(Real(-2, 2), "presence_penalty"),
+    "frequency_penalty": Field(Real(-2, 2), "frequency_penalty"),
+    "logit_bias": Field(_logit_bias, "logit_bias"),
+    # Not in OpenAI's API, with the names of vLLM and llama.cpp.
+    "top_k": Field(Integer(0, _COUNT), "top_k"),
+    "min_p": Field(Real(0, 1), "min_p"),
+    "typical_p": Field(Real(0, 1, above=True), "typical_p"),
+    "repetition_penalty": Field(Real(0, above=True), "repeat_penalty"),
+    "repeat_penalty": Field(Real(0, above=True), "repeat_penalty"),
+    "min_tokens": Field(Integer(0, _COUNT), "min_tokens"),
+    "ignore_eos": Field(flag, "ignore_eos"),
+    "stop_token_ids": Field(token_ids, "stop_ids"),
+    # What would change the answer.
+    "response_format": Field(Unsupported(({"type": "text"},))),
+    "json_schema": Field(Unsupported()),
+    "grammar": Field(Unsupported(("",))),
+    "guided_json": Field(Unsupported()),
+    "structured_outputs": Field(Unsupported()),
+}
+
+CHAT = _COMMON | {
+    "messages": Field(_messages),
+    "max_tokens": Field(Integer(1, _COUNT), "max_tokens"),
+    "max_completion_tokens": Field(Integer(1, _COUNT), "max_tokens"),
+    "logprobs": Field(flag),
+    "top_logprobs": Field(Integer(0, _TOP_LOGPROBS)),
+    "tools": Field(Unsupported(([],))),
+    "tool_choice": Field(Unsupported(("none", "auto"))),
+    "functions": Field(Unsupported(([],))),
+    "function_call": Field(Unsupported(("none", "auto"))),
+    "modalities": Field(Unsupported((["text"],))),
+    "audio": Field(Unsupported()),
+}
+
+COMPLETION = _COMMON | {
+    "prompt": Field(_prompts),
+    "max_tokens": Field(Integer(0, _COUNT), "max_tokens"),
+    "logprobs": Field(Integer(0, _TOP_LOGPROBS), "logprobs"),
+    "echo": Field(flag),
+    "suffix": Field(Unsupported(("",))),
+    "best_of": Field(Unsupported((1,))),
+}
+
+TOKENIZE = {"content": Field(any_text), "add_special": Field(flag), "parse_special": Field(flag)}
+DETOKENIZE = {"tokens": Field(token_ids)}
+APPLY_TEMPLATE = {"messages": Field(_messages)}
+
+
+def check_fields(table: Mapping[str, Field], body: Any, required: str) -> dict[str, Any]:
+    """Return the values of the fields that a request has.
+
+    Args:
+        table: fields of the endpoint.
+        body: the JSON value that the client sent.
+        required: field that must be present.
+
+    Raises:
+        RequestError, ApiError: the body is no object, or a field is invalid, missing or refused.
+    """
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    given = {name: body[name] for name in table if body.get(name) is not None}
+    if required not in given:
+        raise ApiError(400, f"{required} is missing", required, "missing_required_parameter")
+    return {name: table[name].rule(name, value) for name, value in given.items()}
+
+
+def sampling_settings(table: Mapping[str, Field], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Sampling` that a request sets. ApiError: it sets one of them twice."""
+    settings: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name, value in values.items():
+        if setting := table[name].setting:
+            if setting in settings:
+                both = f"{origin[setting]} and {name}"
+                raise ApiError(400, f"{both} are the same setting: give one of them", name)
+            settings[setting], origin[setting] = value, name
+    return settings

@@ -1,0 +1,79 @@
+"""Metrics of the server in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ..api import LLM
+from ..engine.request import Completion
+
+_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """Counters of one server, and gauges that read the state of its model's engine."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._registry = own = CollectorRegistry()
+        own.register(_EngineState(llm))
+        self.responses = Counter(
+            "graphllm_http_responses", "HTTP responses.", ["path", "status"], registry=own
+        )
+        self._prompt = Counter("graphllm_prompt_tokens", "Tokens of prompts.", registry=own)
+        self._cached = Counter(
+            "graphllm_cached_prompt_tokens",
+            "Tokens of prompts that were found in the KV cache.",
+            registry=own,
+        )
+        self._generated = Counter("graphllm_generated_tokens", "Tokens generated.", registry=own)
+        self._first = Histogram(
+            "graphllm_time_to_first_token_seconds",
+            "Time from the request to its first token, waiting included.",
+            buckets=_SECONDS,
+            registry=own,
+        )
+        self._queue = Histogram(
+            "graphllm_queue_seconds",
+            "Time that a request waits before it is computed.",
+            buckets=_SECONDS,
+            registry=own,
+        )
+
+    def count(self, done: Completion) -> None:
+        """Add a prompt and its samples, which have ended or were cancelled."""
+        self._prompt.inc(len(done.prompt_ids))
+        self._cached.inc(done.cached_tokens)
+        self._generated.inc(sum(len(each.ids) for each in done.choices))
+        if done.ids:
+            self._first.observe(done.timings.ttft_s)
+            self._queue.observe(done.timings.queue_s)
+
+    def text(self) -> bytes:
+        """Return all metrics in the text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineState(Collector):
+    """Gauges of the sequences and of the KV cache, read when they are asked for."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges. They are read without a lock, so they may be a step apart."""
+        engine = self._llm.engine
+        running, waiting = engine.scheduler.running, engine.scheduler.waiting
+        yield GaugeMetricFamily("graphllm_sequences_running", "Sequences computed.", running)
+        yield GaugeMetricFamily("graphllm_sequences_waiting", "Sequences that wait.", waiting)
+        kinds = {"held": engine.manager.held, "cached": engine.manager.cached}
+        gauge = GaugeMetricFamily(
+            "graphllm_kv_blocks", "Blocks of the KV cache.", labels=["group", "state"]
+        )
+        for state, groups in {**kinds, "free": engine.manager.free}.items():
+            for group, blocks in groups.items():
+                gauge.add_metric([group, state], blocks)
+        yield gauge

@@ -1,0 +1,51 @@
+"""Reading of request bodies: JSON of bounded size, in bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from .errors import ApiError
+from .json_data import parse_json
+from .streaming import ClientDisconnected
+
+BODY_TIMEOUT = 60.0  # seconds until the whole body must have come
+
+
+async def read_json(request: Request, most: int) -> Any:
+    """Return the JSON value of the body, of at most ``most`` bytes.
+
+    Other content types are refused: a web page may send those to any server without asking it.
+
+    Raises:
+        ApiError: the body is too large, late or malformed, or of another content type.
+        ClientDisconnected: the client disconnected before its end.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "the content type must be application/json")
+    try:
+        data = await asyncio.wait_for(_read(request, most), BODY_TIMEOUT)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT:.0f} s") from None
+    except ClientDisconnect:
+        raise ClientDisconnected from None
+    try:
+        return parse_json(data)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+
+
+async def _read(request: Request, most: int) -> bytes:
+    too_large = ApiError(413, f"the body has more than {most} bytes", code="request_too_large")
+    stated = request.headers.get("content-length", "0")
+    if stated.isdigit() and len(stated) < 20 and int(stated) > most:
+        raise too_large
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > most:
+            raise too_large
+    return bytes(data)

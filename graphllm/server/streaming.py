@@ -1,0 +1,91 @@
+"""Server-sent events, and work that ends when its client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from .errors import api_error
+from .json_data import json_bytes
+
+Value = TypeVar("Value")
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientDisconnected(Exception):
+    """The client has closed the connection; nobody gets the answer."""
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[Value]) -> Value:
+    """Return the result of ``work``; cancel it if the client disconnects.
+
+    Raises:
+        ClientDisconnected: the client disconnected before.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream:
+    """A response of server-sent events: a JSON object each, and ``[DONE]`` at the end.
+
+    A client that reads slowly holds up only its own response: `send` waits while the socket's
+    buffer is full. An error in mid-stream is an event with OpenAI's error object, without
+    ``[DONE]`` after it.
+
+    Args:
+        events: yields the objects. It is closed at the end, or when the client disconnects.
+        closed: called when no more will be sent.
+    """
+
+    def __init__(self, events: AsyncGenerator[object, None], closed: Callable[[], None]) -> None:
+        self._events, self._closed = events, closed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response (ASGI)."""
+        try:
+            await until_disconnect(receive, self._send(send))
+        except (ClientDisconnected, OSError):
+            pass
+        finally:
+            self._closed()
+
+    async def _send(self, send: Send) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-store"),
+            (b"x-accel-buffering", b"no"),  # nginx would collect the events
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        last = DONE
+        try:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    await self._body(send, b"data: " + json_bytes(event) + b"\n\n")
+        except OSError:
+            raise
+        except Exception as error:
+            last = b"data: " + json_bytes(api_error(error).body) + b"\n\n"
+        await self._body(send, last, more=False)
+
+    @staticmethod
+    async def _body(send: Send, data: bytes, more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": more})
