@@ -19,6 +19,7 @@ _OTHERS = {
     "free": "--free",
     "kind": "--type",
     "max_sequences": "--parallel",
+    "port": "--port",
     "no_kernels": "--no-kernel",
 }
 

@@ -87,11 +87,11 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
     found = mapping(name, value)
     if len(found) > MAX_BIASES:
         raise invalid_argument(name, value, f"an object of at most {MAX_BIASES} token ids")
-    biases: dict[Any, float] = {}
-    for key, bias in found.items():
-        known = key.isascii() and key.isdigit() and len(key) < 10
-        biases[int(key) if known else key] = Real(-100, 100)(f"{name}[{key:.20}]", bias)
-    return token_biases(name, biases)
+    numbers = [key.isascii() and key.isdigit() and len(key) < 10 for key in found]
+    biases = token_biases(name, {int(key): bias for key, bias in found.items() if all(numbers)})
+    if not all(numbers) or not all(-100 <= bias <= 100 for bias in biases.values()):
+        raise invalid_argument(name, value, "an object of biases in [-100, 100] by token id")
+    return biases
 
 
 def _messages(name: str, value: Any) -> list[Any]:

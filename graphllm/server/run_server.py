@@ -11,6 +11,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from ..arguments import Integer
 from ..errors import RequestError
 
 _BACKLOG = 1024  # connections that wait to be accepted
@@ -21,6 +22,7 @@ def bind(host: str, port: int) -> socket.socket:
 
     ``port``: 0 chooses a free one. RequestError: the address is invalid or taken.
     """
+    Integer(0, 65535)("port", port)  # getaddrinfo would take it modulo 65536
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
@@ -31,7 +33,7 @@ def bind(host: str, port: int) -> socket.socket:
         except OSError:
             own.close()
             raise
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise _bind_error(host, port, error) from None
     return own
 

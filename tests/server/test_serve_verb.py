@@ -1,0 +1,77 @@
+"""The verb ``serve`` as a process: ready line, exit codes, one line for each failure."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models as tiny
+
+OPTIONS = ("--device", "reference", "--port", "0")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.write_tiny(tmp_path_factory.mktemp("serve") / "tiny.gguf", "llama")
+
+
+def serve(*words: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "graphllm", "serve", *map(str, words)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_server_until_it_is_terminated(model, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("first\n\nsecond \n")
+    process = serve(model, *OPTIONS, "--api-key-file", keys, "--alias", "mine")
+    ready = process.stderr.readline()
+    found = re.fullmatch(r"mine is served at http://127\.0\.0\.1:(\d+)/v1\n", ready)
+    assert found, ready
+    connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+    headers = {"Authorization": "Bearer second", "Content-Type": "application/json"}
+    body = json.dumps({"prompt": "hello", "max_tokens": 2, "model": "mine"})
+    connection.request("POST", "/v1/completions", body, headers)
+    response = connection.getresponse()
+    assert response.status == 200 and json.load(response)["usage"]["completion_tokens"] == 2
+    process.send_signal(signal.SIGTERM)  # an idle connection is open
+    out, rest = process.communicate(timeout=30)
+    assert (process.returncode, out, rest) == (0, "", "")
+
+
+def test_failures_are_one_line(model, tmp_path):
+    (tmp_path / "bad.gguf").write_bytes(b"no model")
+    (tmp_path / "none").write_text("\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = {
+            rf"cannot listen on 127\.0\.0\.1, port {port}: Address already in use \(--port\)": (
+                model, "--port", port),
+            r"port = 70000 must be in 0\.\.2\^16-1 \(--port\)": (model, "--port", 70000),
+            r".*bad\.gguf.*": (tmp_path / "bad.gguf", "--port", 0),
+            r".*none has no API key": (model, *OPTIONS, "--api-key-file", tmp_path / "none"),
+        }  # fmt: skip
+        processes = [serve(*words) for words in cases.values()]
+        for process, line in zip(processes, cases):
+            try:
+                out, error = process.communicate(timeout=60)
+            finally:
+                process.kill()
+            assert (process.returncode, out) == (1, "")
+            assert re.fullmatch(rf"error: {line}\n", error), error
+
+
+def test_other_verbs_do_not_import_the_server(model):
+    code = (
+        "import sys; from graphllm.cli import main; sys.argv[1:] = sys.argv[2:]; main(); "
+        "print(*sorted({'starlette', 'uvicorn', 'prometheus_client'} & set(sys.modules)))"
+    )
+    words = [sys.executable, "-c", code, "x", "tokenize", str(model), "hello", "--ids"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1:] == [""]
