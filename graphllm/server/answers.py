@@ -26,8 +26,9 @@ class Answer:
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
 
-    def __init__(self, model: str, tokenizer: Tokenizer) -> None:
-        """Begin an answer of ``model``."""
+    def __init__(self, model: str, tokenizer: Tokenizer, include_usage: bool = False) -> None:
+        """Begin an answer of ``model``; ``include_usage``: whether its last chunk has the usage."""
+        self.include_usage = include_usage
         self._head = {"id": self.prefix + secrets.token_hex(12), "created": int(time.time())}
         self._model, self.tokenizer = model, tokenizer
         self._offsets: dict[int, int] = {}  # characters of the tokens of each choice so far
@@ -38,7 +39,8 @@ class Answer:
 
     def chunk(self, choices: Sequence[Object], usage: Object | None = None) -> Object:
         """Return a chunk of a stream; ``usage`` belongs to the last one, which has no choices."""
-        return self._object(self.chunk_kind, choices) | ({} if usage is None else {"usage": usage})
+        more = {"usage": usage} if self.include_usage else {}
+        return self._object(self.chunk_kind, choices) | more
 
     def _object(self, kind: str, choices: Sequence[Object]) -> Object:
         head = self._head

@@ -18,7 +18,7 @@ from ..api import LLM
 from ..api.async_llm import AsyncLLM
 from .access import KeyCheck
 from .completions import Completions
-from .errors import ApiError, api_error
+from .errors import ApiError, api_error, stopping
 from .fields import APPLY_TEMPLATE, DETOKENIZE, TOKENIZE, check_fields
 from .json_data import json_bytes
 from .metrics import Metrics
@@ -72,6 +72,8 @@ def _guarded(call: Endpoint) -> Endpoint:
             return await call(request)
         except ClientDisconnected:
             return Response(status_code=CLIENT_CLOSED)
+        except asyncio.CancelledError:  # by uvicorn, which stops
+            return stopping().response()
         except Exception as error:
             return api_error(error).response()
 

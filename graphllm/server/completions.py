@@ -38,14 +38,12 @@ class _Job:
         settings: fields of `Sampling`.
         answer: makes the objects of the answer.
         echo: whether the text of the prompt precedes the answer.
-        include_usage: whether the last chunk of a stream has the usage.
     """
 
     prompts: Sequence[str | list[int]]
     settings: Mapping[str, Any]
     answer: Answer
     echo: bool = False
-    include_usage: bool = False
 
     @property
     def samples(self) -> int:
@@ -83,8 +81,9 @@ class Completions:
             if stream:
                 raise ApiError(400, "echo with logprobs cannot be streamed", "echo")
             settings["prompt_logprobs"] = values["logprobs"]
-        answer = Answer(self._name, self._llm.llm.tokenizer)
-        job = _Job(values["prompt"], settings, answer, echo, values.get("stream_options", False))
+        include_usage = values.get("stream_options", False)
+        answer = Answer(self._name, self._llm.llm.tokenizer, include_usage)
+        job = _Job(values["prompt"], settings, answer, echo)
         return await self._run(request, job, stream, "prompt")
 
     async def chat(self, request: Request) -> ASGIApp:
@@ -101,9 +100,9 @@ class Completions:
             ids = await asyncio.to_thread(self._llm.llm.encode_chat, values["messages"])
         except Exception as error:
             raise api_error(error, "messages") from None
-        answer = ChatAnswer(self._name, self._llm.llm.tokenizer)
         include_usage = values.get("stream_options", False)
-        job = _Job([ids], settings, answer, include_usage=include_usage)
+        answer = ChatAnswer(self._name, self._llm.llm.tokenizer, include_usage)
+        job = _Job([ids], settings, answer)
         return await self._run(request, job, values.get("stream", False), "messages")
 
     def _check_common(self, values: Mapping[str, Any]) -> None:
@@ -174,7 +173,7 @@ class Completions:
         for index, request in enumerate(requests):  # all are computed meanwhile
             async for pieces in _pieces(answer, request, index * job.samples):
                 yield answer.chunk(pieces)
-        if job.include_usage:
+        if answer.include_usage:
             yield answer.chunk([], usage(each.handle.completion for each in requests))
 
     def _echo(self, job: _Job, done: Completion) -> str | None:

@@ -70,3 +70,8 @@ def api_error(error: Exception, param: str | None = None) -> ApiError:
     if debug_level():
         traceback.print_exception(error)
     return ApiError(500, "the server failed to process the request; its log says why")
+
+
+def stopping() -> ApiError:
+    """Return the error of a request that a stopping server cancels."""
+    return ApiError(503, "the server is shutting down", code="server_stopping")

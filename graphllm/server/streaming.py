@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from .errors import api_error
+from .errors import api_error, stopping
 from .json_data import json_bytes
 
 Value = TypeVar("Value")
 DONE = b"data: [DONE]\n\n"
+_LAST_EVENT_S = 1.0  # for the last event of a stopping server, which a slow reader may not take
+
+
+def _event(value: object) -> bytes:
+    return b"data: " + json_bytes(value) + b"\n\n"
 
 
 class ClientDisconnected(Exception):
@@ -49,7 +54,7 @@ class EventStream:
 
     A client that reads slowly holds up only its own response: `send` waits while the socket's
     buffer is full. An error in mid-stream is an event with OpenAI's error object, without
-    ``[DONE]`` after it.
+    ``[DONE]`` after it. So is the end of a server that cancels its requests.
 
     Args:
         events: yields the objects. It is closed at the end, or when the client disconnects.
@@ -65,6 +70,10 @@ class EventStream:
             await until_disconnect(receive, self._send(send))
         except (ClientDisconnected, OSError):
             pass
+        except asyncio.CancelledError:
+            with suppress(asyncio.TimeoutError, OSError):
+                last = self._body(send, _event(stopping().body), more=False)
+                await asyncio.wait_for(last, _LAST_EVENT_S)
         finally:
             self._closed()
 
@@ -79,11 +88,11 @@ class EventStream:
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    await self._body(send, b"data: " + json_bytes(event) + b"\n\n")
+                    await self._body(send, _event(event))
         except OSError:
             raise
         except Exception as error:
-            last = b"data: " + json_bytes(api_error(error).body) + b"\n\n"
+            last = _event(api_error(error).body)
         await self._body(send, last, more=False)
 
     @staticmethod

@@ -117,6 +117,7 @@ def test_many_clients_get_what_they_get_alone(llm, server):
         events = server.events(path, **own, stream_options={"include_usage": True})
         assert len({event["id"] for event in events}) == 1 and events[-1]["choices"] == []
         assert events[-2]["choices"][0]["finish_reason"] == "length"
+        assert all(event["usage"] is None for event in events[:-1])
         return text_of(events), events[-1]["usage"]
 
     with ThreadPoolExecutor(16) as pool:
@@ -380,15 +381,22 @@ def test_a_failure_of_the_server_is_not_explained_to_the_client(llm, server, mon
 def test_shutdown(llm, slow, shutdown_s):
     """Running requests end, or are cancelled after the timeout; others are refused meanwhile."""
     server = Running(llm, shutdown_s)
-    connection, response = begin(server, stream=True, max_tokens=100)
-    wait_until(lambda: llm.engine.batcher.generations)
+    streaming, stream = begin(server, stream=True, max_tokens=100)
+    waiting, _ = begin(server, max_tokens=100)
+    wait_until(lambda: len(llm.engine.batcher.generations) == 2)
     server.server.should_exit = True
+    *_, last, end = stream.read().decode().split("\n\n")
+    answer = waiting.getresponse()
+    body = json.load(answer)
     if shutdown_s:
-        assert response.read().decode().endswith("data: [DONE]\n\n")
+        assert last == "data: [DONE]" and answer.status == 200
+        assert body["usage"]["completion_tokens"] == 100
     else:
-        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
-            response.read()
-    connection.close()
+        assert answer.status == 503 and body["error"]["code"] == "server_stopping"
+        assert json.loads(last.removeprefix("data: ")) == body
+    assert not end
+    streaming.close()
+    waiting.close()
     server.stop()
     with pytest.raises(ConnectionRefusedError):
         server.call("/health")
