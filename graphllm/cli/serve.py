@@ -73,7 +73,7 @@ def serve(
     name = alias or _name(model)
     address, own_port = bound.getsockname()[:2]
     if not keys and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        note(f"note: no API key is set: whoever can reach {address} can use the model")
+        note(f"note: no API key is set: anyone who can reach {address} can use the model")
     where = f"[{address}]" if ":" in address else address
     line = f"{escape_control(name)} is served at http://{where}:{own_port}/v1"
     app = create_app(llm, name, keys, max_body)

@@ -50,7 +50,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception, param: str | None = None) -> ApiError:
-    """Return what a client is told about an exception.
+    """Return the error that a client gets for an exception.
 
     Invalid requests are explained. Failures of the server are printed on standard error, and the
     client learns only that they happened.
