@@ -55,7 +55,7 @@ class Answer:
     def choice(self, index: int, done: Completion, echo: str | None = None) -> Object:
         """Return a whole choice; ``echo``: the prompt's text, if it precedes the answer."""
         tokens = done.logprobs
-        if echo is not None and done.prompt_logprobs:
+        if echo is not None and (tokens or done.prompt_logprobs):
             first = TokenLogprobs(done.prompt_ids[0], 0.0)
             tokens = [first, *done.prompt_logprobs, *done.logprobs]
         listed = self.logprobs(tokens) if tokens else None

@@ -163,6 +163,12 @@ def test_logprobs_and_echo(llm, server):
     every = [*done.prompt_logprobs, *done.logprobs]
     assert choice["logprobs"]["token_logprobs"] == [None, *(each.logprob for each in every)]
     assert all(3 <= len(top) <= 4 for top in choice["logprobs"]["top_logprobs"][1:])
+    for prompt, most, tokens in (([5], 2, 3), ("hello", 0, len(done.prompt_ids))):
+        body = {"prompt": prompt, "logprobs": 1, "echo": True, **ask, "max_tokens": most}
+        listed = server.call(COMPLETE, body)[1]["choices"][0]["logprobs"]
+        assert [value is None for value in listed["token_logprobs"]] == [True] + [False] * (
+            tokens - 1
+        )
 
     chat = llm.chat(MESSAGES, logprobs=2, **DEFAULTS | ask)
     want = [[(llm.tokenizer.piece(i), value) for i, value in [(each.id, each.logprob), *each.top]]
