@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ..compiler.plan import Plan
 from ..errors import GraphError, RequestError
@@ -23,7 +24,6 @@ from .block_manager import BlockManager
 from .evaluation import Evaluation
 from .finite_check import non_finite_error
 from .generation import Delivery, Generation, Prefilled, Sampled
-from .packed_evaluation import PackedEvaluation
 from .prompt_logprobs import prompt_outputs
 from .request import Sampling
 from .runner import Runner
@@ -33,6 +33,9 @@ from .scheduler import Scheduler
 from .sequence import ActiveSequence
 from .step_lock import StepLock
 from .weights_ahead import weights_ahead
+
+if TYPE_CHECKING:
+    from .packed_evaluation import PackedEvaluation
 
 PrefillCallback = Callable[[int, int], None]  # (tokens prefilled so far, tokens to prefill)
 
@@ -372,6 +375,8 @@ class Engine:
 
     def packed_evaluation(self) -> PackedEvaluation:
         """Compute many sequences, as `evaluation` does one. The caller holds the lock."""
+        from .packed_evaluation import PackedEvaluation
+
         self.settle()
         self.batcher.reset()
         return PackedEvaluation(self._runner, self._bidirectional_prefix, self.batcher.make_room)

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from ..backends import Options
-from ..backends.cpu.kernels.scale_search import search_scales
+from ..backends.cpu.runtime.scale_search import search_scales
 from ..checkpoints.quantize_on_load import Converter, check_finite
 from ..formats import BLOCK_FORMATS
 from ..formats.quantization import Blocks

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from graphllm.backends.cpu.kernels import scale_search as kernels
+from graphllm.backends.cpu.runtime import scale_search as kernels
 from graphllm.formats import BLOCK_FORMATS, scale_search
 from graphllm.graph.dtype import DTYPES
 from graphllm.quantize.encode import encode_blocks

@@ -1,4 +1,7 @@
-"""The search of `graphllm.formats.scale_search`, bit for bit, with a run of elements per lane."""
+"""The search of `graphllm.formats.scale_search`, bit for bit, with a run of elements per lane.
+
+It is no kernel of an op, so it does not belong to `kernels`, whose modules each start imports.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import numpy as np
 
 from ....formats.scale_search import FIXED, MARGIN, ScaleSearch
 from ..formats.encoder import ROUND, BlockEncoder
-from ..runtime.argument_block import argument_reader, argument_words
-from ..runtime.jit import HEADER_WORDS, Kernel, f32s, kernel
-from ..runtime.lazy_numba import intrinsic, types
-from ..runtime.thread_pool import native
 from ..simd.emitter import F32S, LANES, VECTOR, Value
+from .argument_block import argument_reader, argument_words
+from .jit import HEADER_WORDS, Kernel, f32s, kernel
+from .lazy_numba import intrinsic, types
+from .thread_pool import native
 
 Array = np.ndarray
 
