@@ -21,7 +21,7 @@ def load(model: str | Path | Checkpoint, **options: Any) -> Any:
     See these methods for the arguments; an encoder takes fewer. An encoder that a file of the
     user defines (``model_def``) is loaded with `EmbeddingModel.load` itself.
     """
-    if "model_def" in options or not is_encoder(model):
+    if options.get("model_def") is not None or not is_encoder(model):
         return LLM.load(model, **options)
     from ..embedding import EmbeddingModel
 

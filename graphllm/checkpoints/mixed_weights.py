@@ -10,7 +10,7 @@ import numpy as np
 from ..graph.tensor import Meta
 from ..weights import Weights
 from .checkpoint import Checkpoint
-from .quantize_on_load import QuantizedWeights
+from .quantize_on_load import QuantizedWeights, routers
 
 if TYPE_CHECKING:
     from ..model.config import DecoderConfig
@@ -62,8 +62,7 @@ def quantized_checkpoint(file: Checkpoint, kind: str) -> Checkpoint:
     """
 
     def change(weights: Weights, spec: ModelSpec, config: DecoderConfig) -> Weights:
-        router = f".{config.names.router}.weight"
-        return QuantizedWeights(weights, kind, lambda name: name.endswith(router))
+        return QuantizedWeights(weights, kind, routers(config))
 
     return cast(Checkpoint, _ChangedCheckpoint(file, change))
 

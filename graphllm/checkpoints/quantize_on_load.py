@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -19,12 +20,21 @@ from ..graph.dtype import DTYPES, DType
 from ..graph.tensor import Meta, Tensor, weight
 from ..weights import Weights
 
+if TYPE_CHECKING:
+    from ..model.config import ModelConfig
+
 KINDS = WEIGHT_FORMATS  # formats that weights can be converted to
 _PLAIN = ("f32", "f16", "bf16")  # formats that they can be converted from
 
 _TILE = 1 << 24  # elements converted at once; Ctrl-C takes effect between tiles
 _CHECKED = 1 << 18  # floats checked for infinity and NaN at once
 EXPONENT = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}  # bits of infinity and NaN
+
+
+def routers(config: ModelConfig) -> Callable[[str], bool]:
+    """Return whether a weight is a router, which is small, and sensitive to rounding."""
+    suffix = f".{config.names.router}.weight"
+    return lambda name: name.endswith(suffix)
 
 
 class QuantizedWeights:

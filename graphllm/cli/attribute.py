@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Annotated
 
 from ..errors import RequestError
 from ..progress import progress_line
 from .declarations import Option, verb
-from .options import AsJson, KvType, Model, PlacementOptions, Threads, read_text
+from .options import AsJson, KvType, Model, PlacementOptions, TextFile, Threads, read_text_file
 from .output import show_json, show_table
 
 
@@ -18,10 +17,7 @@ from .output import show_json, show_table
 def attribute(
     model: Model,
     placement: PlacementOptions,
-    file: Annotated[
-        Path | None,
-        Option("-f", "--file", help="Text file; - reads standard input.", show_default=False),
-    ] = None,
+    file: TextFile = None,
     against: Annotated[
         str | None,
         Option(
@@ -51,18 +47,18 @@ def attribute(
     from ..checkpoints.checkpoint import open_checkpoint
     from ..checkpoints.mixed_weights import quantized_checkpoint
     from ..quality.attribution import attribute as attributed
+    from ..quality.perplexity import chunks_per_step
 
     kind, placement.type = placement.type, None
     if (kind is None) == (against is None):
         raise RequestError("give --type FORMAT, or --against MODEL")
     if file is None:
         raise RequestError("-f FILE is missing: the text to measure the divergence on")
-    text = read_text(None if str(file) == "-" else file)
+    text = read_text_file(file)
     base = open_checkpoint(model)
     other = quantized_checkpoint(base, kind) if kind is not None else open_checkpoint(against or "")
-    most = max(1, min(64, 512 // max(1, context)))
     options = placement.arguments() | {
-        "threads": threads, "kv_type": kv_type, "max_sequences": most
+        "threads": threads, "kv_type": kv_type, "max_sequences": chunks_per_step(context)
     }  # fmt: skip
     with progress_line() if sys.stderr.isatty() else nullcontext() as show_bar:
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import RequestError
 from .declarations import Option, verb
-from .options import Model, ModelDef, Threads, read_text
+from .options import Device, Model, ModelDef, Threads, read_text
 from .output import OutputError, check_writable, show, show_json, write_file
 
 TextFile = Annotated[
@@ -40,9 +40,6 @@ PromptName = Annotated[
 ]
 Type = Annotated[
     str | None, Option("--type", help="Block format to quantise matrices to while loading.")
-]
-Device = Annotated[
-    str, Option("--device", help="First backend to try: auto, cuda, cpu or reference.")
 ]
 
 

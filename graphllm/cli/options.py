@@ -59,6 +59,13 @@ ModelDef = Annotated[
     Path | None,
     Option("--model-def", help="Python file that defines the model, instead of a built-in family."),
 ]
+Device = Annotated[
+    str, Option("--device", help="First backend to try: auto, cuda, cpu or reference.")
+]
+TextFile = Annotated[
+    Path | None,
+    Option("-f", "--file", help="Text file; - reads standard input.", show_default=False),
+]
 System = Annotated[str | None, Option("--system", help="System message.")]
 
 
@@ -66,9 +73,7 @@ System = Annotated[str | None, Option("--system", help="System message.")]
 class PlacementOptions:
     """Options that choose backends, kernels and weight formats."""
 
-    device: Annotated[
-        str, Option("--device", help="First backend to try: auto, cuda, cpu or reference.")
-    ] = "auto"
+    device: Device = "auto"
     gpu_layers: Annotated[
         str,
         Option(
@@ -222,6 +227,11 @@ class ModelSource:
             kind, placement.type = placement.type or MIX, None
             return RandomCheckpoint(self.random, kind)
         raise RequestError("give a MODEL, or --random SHAPE")
+
+
+def read_text_file(file: Path) -> str:
+    """Return the text of a `TextFile`. RequestError: see `read_text`."""
+    return read_text(None if str(file) == "-" else file)
 
 
 def read_text(file: Path | None) -> str:

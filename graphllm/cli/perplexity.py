@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..errors import RequestError
 from ..progress import progress_line
 from .declarations import Option, verb
-from .options import AsJson, KvType, Model, PlacementOptions, Threads, read_text
+from .options import AsJson, KvType, Model, PlacementOptions, TextFile, Threads, read_text_file
 from .output import check_writable, show_json, show_table
 
 if TYPE_CHECKING:
@@ -28,10 +28,7 @@ _CONTEXT = 512  # default of -c, as in llama.cpp
 class TextOptions:
     """The text, its chunks, the base file, and multiple-choice tasks."""
 
-    file: Annotated[
-        Path | None,
-        Option("-f", "--file", help="Text file; - reads standard input.", show_default=False),
-    ] = None
+    file: TextFile = None
     context: Annotated[
         int | None,
         Option("-c", "--ctx-size", help="Tokens of a chunk; 512 by default.", show_default=False),
@@ -103,7 +100,7 @@ class TextOptions:
         file = self.file or self.hellaswag
         if file is None:
             return None
-        found = read_text(None if str(file) == "-" else file)
+        found = read_text_file(file)
         if not found:
             raise RequestError(f"{file}: the text is empty")
         return found
@@ -138,7 +135,9 @@ def perplexity(
 
     def load(context: int) -> LLM:
         """Load for chunks of ``context`` tokens, as many at once as a step takes."""
-        most = 16 if text.hellaswag else max(1, min(64, 512 // max(1, context)))
+        from ..quality.perplexity import chunks_per_step
+
+        most = 16 if text.hellaswag else chunks_per_step(context)
         return placement.load(
             model, context=context, threads=threads, kv_type=kv_type, max_sequences=most
         )

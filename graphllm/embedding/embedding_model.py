@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from .. import backends as registry
 from ..arguments import OneOf, Optional, Rule, check, flag, invalid_argument, quote
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
-from ..errors import ModelFileError, PlacementError, RequestError
-from ..loading.load import RULES, backend_options, build_model, model_spec
+from ..errors import ModelFileError, RequestError
+from ..loading.load import (
+    RULES,
+    backend_options,
+    build_model,
+    executor_arguments,
+    model_spec,
+)
 from ..model.encoder import Encoder, EncoderBatch
 from ..progress import Show, progress_line
 from ..runtime.executor import Executor, Progress
@@ -140,25 +145,15 @@ class EmbeddingModel:
         start = time.perf_counter()
         own = check(RULES, {name: value for name, value in locals().items() if name in RULES})
         options = backend_options({"deterministic": False, **own})
-        usable, reason = (True, "") if device == "auto" else registry.find(device).available()
-        if not usable:
-            raise PlacementError(f"device = {device!r} cannot be used: {reason}", "device")
+        executor = executor_arguments(own, options, progress)
         file = open_checkpoint(model)
         spec = model_spec(file, model_def)
         if not spec.is_encoder:
             raise RequestError(
                 f"{file.path}: {spec.name} is a decoder; only encoders compute embeddings"
             )
-        order = None if device == "auto" else registry.fallbacks(device)
-        encoder = build_model(file, spec, type, order, options)
+        encoder = build_model(file, spec, type, executor["backends"], options)
         assert isinstance(encoder, Encoder)
-        executor = {
-            "backends": order,
-            "options": options,
-            "pins": own["place"],
-            "strict": own["strict"],
-            "progress": progress,
-        }
         found = cls(file, encoder, executor, read_settings(file.path), file is not model)
         found.load_s = time.perf_counter() - start
         return found

@@ -26,10 +26,11 @@ from ..backends import Options
 from ..checkpoints.checkpoint import Checkpoint
 from ..compiler import fusion
 from ..engine.kv_memory import check_kv_memory, kv_blocks
+from ..errors import PlacementError
 from ..graph.dtype import CACHED
 from ..model.batch import Limits
 from ..model.decoder import Decoder
-from ..runtime.executor import Executor
+from ..runtime.executor import Executor, Progress
 from ..runtime.gpu_offload import check_gpu_layers
 
 if TYPE_CHECKING:
@@ -117,14 +118,9 @@ def build_model(
     keys.finish()
     weights = file.weights(spec, config)
     if kind is not None:
-        from ..checkpoints.quantize_on_load import QuantizedWeights
+        from ..checkpoints.quantize_on_load import QuantizedWeights, routers
 
-        router = f".{config.names.router}.weight"  # small, and sensitive to rounding
-
-        def keep(name: str) -> bool:
-            return name.endswith(router)
-
-        weights = QuantizedWeights(weights, kind, keep, backends, options)
+        weights = QuantizedWeights(weights, kind, routers(config), backends, options)
     build: Callable[[Any, Weights], Decoder | Encoder] = spec.model
     return build(config, weights)
 
@@ -140,6 +136,26 @@ def backend_options(given: Mapping[str, Any]) -> Options:
         given["linear"], given["threads"], given["no_fuse"], given["no_kernels"],
         given["deterministic"],
     )  # fmt: skip
+
+
+def executor_arguments(
+    given: Mapping[str, Any], options: Options, progress: Progress | None
+) -> dict[str, Any]:
+    """Return the arguments of `Executor` for checked arguments of `load`.
+
+    PlacementError: the device cannot be used.
+    """
+    device = given["device"]
+    usable, reason = (True, "") if device == "auto" else registry.find(device).available()
+    if not usable:
+        raise PlacementError(f"device = {device!r} cannot be used: {reason}", "device")
+    return {
+        "backends": None if device == "auto" else registry.fallbacks(device),
+        "options": options,
+        "pins": given["place"],
+        "strict": given["strict"],
+        "progress": progress,
+    }
 
 
 def graph_limits(context: int, kv_type: str | None, device: str, max_sequences: int = 1) -> Limits:

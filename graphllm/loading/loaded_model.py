@@ -12,7 +12,7 @@ from .. import backends as registry
 from ..arguments import as_int, check, invalid_argument, quote
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..engine.engine import Engine
-from ..errors import ModelFileError, PlacementError, RequestError
+from ..errors import ModelFileError, RequestError
 from ..model.batch import Limits
 from ..model.decoder import Decoder
 from ..runtime.executor import Executor, Progress
@@ -23,6 +23,7 @@ from .load import (
     RULES,
     backend_options,
     build_decoder,
+    executor_arguments,
     graph_limits,
     sized_limits,
 )
@@ -181,19 +182,9 @@ class LoadedModel:
         start = time.perf_counter()
         own = check(RULES, {name: value for name, value in locals().items() if name in RULES})
         options = backend_options(own)
-        usable, reason = (True, "") if device == "auto" else registry.find(device).available()
-        if not usable:
-            raise PlacementError(f"device = {device!r} cannot be used: {reason}", "device")
+        executor = executor_arguments(own, options, progress)
         file = open_checkpoint(model)
-        order = None if device == "auto" else registry.fallbacks(device)
-        executor = {
-            "backends": order,
-            "options": options,
-            "pins": own["place"],
-            "strict": own["strict"],
-            "progress": progress,
-        }
-        decoder = build_decoder(file, model_def, type, order, options)
+        decoder = build_decoder(file, model_def, type, executor["backends"], options)
         limits = graph_limits(own["context"], kv_type, device, own["max_sequences"])
         owns = file is not model
         llm = cls(file, decoder, executor, limits, chat_template, owns, own["kv_memory"])

@@ -31,7 +31,7 @@ from ..graph.op import (
 )
 from ..graph.tensor import Env, Meta
 
-_SCORE_BYTES = 16 << 20  # maximum size of the scores in memory
+SCORE_BYTES = 16 << 20  # maximum size of the scores in memory
 
 # -------------------------------------------------------------------------------------- attention
 
@@ -49,9 +49,7 @@ def _infer(
     expect("kv_len", kv_len, 1, "i32")
     expect("table", table, 2, "i32")
     require(k.shape[:2] == v.shape[:2], f"k {k.shape} and v {v.shape} differ in slots or heads")
-    require(q.shape[2] == k.shape[2], f"queries of {q.shape[2]}, keys of {k.shape[2]}")
-    heads, kv_heads = q.inner[0], k.inner[0]
-    require(heads % kv_heads == 0, f"{heads} heads do not share {kv_heads} kv heads")
+    require_grouped_heads(q, k)
     require(table.shape[0] == kv_len.shape[0], f"table {table.shape} for kv_len {kv_len.shape}")
     require(block > 0, f"block is {block}, not above zero")
     require(window >= 0 and softcap >= 0, f"window {window} or softcap {softcap} is below zero")
@@ -63,6 +61,13 @@ def _infer(
         expect("prefix_len", prefix_len, 1, "i32")
         require(prefix_len.shape == kv_len.shape, f"prefix_len {prefix_len.shape} for {kv_len}")
     return out((*q.shape[:2], v.shape[2]))
+
+
+def require_grouped_heads(q: Meta, k: Meta) -> None:
+    """Check that equal numbers of the heads of q [T, H, D] share each head of k [*, Hkv, D]."""
+    require(q.shape[2] == k.shape[2], f"queries of {q.shape[2]}, keys of {k.shape[2]}")
+    heads, kv_heads = q.inner[0], k.inner[0]
+    require(heads % kv_heads == 0, f"{heads} heads do not share {kv_heads} kv heads")
 
 
 def _cost(
@@ -286,14 +291,14 @@ def attention(
         j = np.arange(low, length)
         rows = table[s, j // block] * block + j % block
         keys, values = (_floats(pool[rows]) for pool in (k, v))  # [J, Hkv, D]
-        step = max(1, _SCORE_BYTES // (4 * q.shape[1] * max(1, len(j))))
+        step = max(1, SCORE_BYTES // (4 * q.shape[1] * max(1, len(j))))
         for at in range(first, last, step):
             end = min(at + step, last)
             p = np.arange(at, end)[:, None] - first + start
             visible = _visible_mask(p, j, causal, window, prefix)
             bias = (j - p).astype(np.float32) if slopes is not None else None
-            result[at:end] = _attend(
-                q[at:end], keys, values, visible, bias, sinks, slopes, scale, softcap
+            result[at:end] = attend(
+                q[at:end], keys, values, visible, bias, sinks, slopes, scale=scale, softcap=softcap
             )
     return result
 
@@ -315,12 +320,15 @@ def _visible_mask(
     return visible & (p - j < window) if window else visible
 
 
-def _attend(
+def attend(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, visible: np.ndarray,
-    bias: np.ndarray | None, sinks: np.ndarray | None, slopes: np.ndarray | None,
-    scale: float, softcap: float,
+    bias: np.ndarray | None = None, sinks: np.ndarray | None = None,
+    slopes: np.ndarray | None = None, *, scale: float, softcap: float = 0.0,
 ) -> np.ndarray:  # fmt: skip
-    """Attend with queries [n, H, D] of one sequence to its keys and values [J, Hkv, D]."""
+    """Attend with queries [n, H, D] of one sequence to its keys and values [J, Hkv, D].
+
+    ``visible`` [n, J], or what broadcasts to it: which keys a query attends to.
+    """
     n, heads, width = q.shape
     shared = heads // keys.shape[1]
     result = np.empty((n, heads, values.shape[2]), np.float32)

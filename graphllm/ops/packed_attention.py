@@ -22,8 +22,7 @@ from ..graph.op import (
     require,
 )
 from ..graph.tensor import Env, Meta
-
-_SCORE_BYTES = 16 << 20  # maximum size of the scores in memory
+from .attention import SCORE_BYTES, attend, require_grouped_heads
 
 
 def _infer(q: Meta, k: Meta, v: Meta, q_start: Meta, *, scale: float) -> Meta:
@@ -32,9 +31,7 @@ def _infer(q: Meta, k: Meta, v: Meta, q_start: Meta, *, scale: float) -> Meta:
         require(rows.shape[0] == q.shape[0], f"{name} has {rows.shape[0]} tokens, q {q.shape[0]}")
     expect("q_start", q_start, 1, "i32")
     require(k.shape[1] == v.shape[1], f"k {k.shape} and v {v.shape} differ in heads")
-    require(q.shape[2] == k.shape[2], f"queries of {q.shape[2]}, keys of {k.shape[2]}")
-    heads, kv_heads = q.inner[0], k.inner[0]
-    require(heads % kv_heads == 0, f"{heads} heads do not share {kv_heads} kv heads")
+    require_grouped_heads(q, k)
     return out((*q.shape[:2], v.shape[2]))
 
 
@@ -96,15 +93,11 @@ def packed_attention(
     (ByteDance 2019).
     """
     result = np.empty((*q.shape[:2], v.shape[2]), np.float32)
-    shared = q.shape[1] // k.shape[1]
     for first, end in pairwise(q_start.tolist()):
-        keys = np.repeat(k[first:end], shared, axis=1).transpose(1, 2, 0)  # [H, D, n]
-        values = np.repeat(v[first:end], shared, axis=1).transpose(1, 0, 2)  # [H, n, Dv]
-        step = max(1, _SCORE_BYTES // (4 * q.shape[1] * max(1, end - first)))
+        keys, values = k[first:end], v[first:end]
+        every = np.ones((1, end - first), np.bool_)
+        step = max(1, SCORE_BYTES // (4 * q.shape[1] * max(1, end - first)))
         for at in range(first, end, step):
             rows = slice(at, min(at + step, end))
-            logits = q[rows].transpose(1, 0, 2) @ keys * np.float32(scale)
-            weight = np.exp(logits - logits.max(-1, keepdims=True))
-            mixed = weight @ values / weight.sum(-1, keepdims=True)
-            result[rows] = mixed.transpose(1, 0, 2)
+            result[rows] = attend(q[rows], keys, values, every, scale=scale)
     return result

@@ -20,11 +20,18 @@ from ..engine.finite_check import non_finite_error
 from ..engine.packed_evaluation import PackedEvaluation, Passage, Rows
 from ..errors import RequestError
 from ..loading.loaded_model import LoadedModel
+from ..model.batch import Limits
 
 MIN_CONTEXT = 4
+_MAX_CHUNKS = 64  # of a step
 
 # Called with the number of finished chunks, of all chunks, and the perplexity so far.
 ChunkProgress = Callable[[int, int, float], None]
+
+
+def chunks_per_step(context: int) -> int:
+    """Return how many chunks of ``context`` tokens a step computes: ``max_sequences`` of `load`."""
+    return max(1, min(_MAX_CHUNKS, Limits.tokens // max(1, context)))
 
 
 @dataclass(frozen=True)

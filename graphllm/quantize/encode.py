@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from ..backends import Options
+from ..backends.cpu.runtime.cores import thread_count
 from ..backends.cpu.runtime.scale_search import search_scales
 from ..checkpoints.quantize_on_load import Converter, check_finite
 from ..formats import BLOCK_FORMATS
@@ -54,8 +54,8 @@ class Encoder:
     """
 
     def __init__(self, threads: int) -> None:
-        self._threads = threads or len(os.sched_getaffinity(0))
-        self._convert = Converter(None, Options(threads=threads))
+        options = Options(threads=threads)
+        self._threads, self._convert = thread_count(options), Converter(None, options)
         self._pool = ThreadPoolExecutor(self._threads)
 
     def __enter__(self) -> Encoder:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..errors import RequestError, quote
 from ..formats import BLOCK_FORMATS, WEIGHT_FORMATS
@@ -114,10 +115,20 @@ def _rank(name: str, role: str, model: Model) -> tuple[int, int]:
     if role == "down":
         if model.experts > 1:
             return _layer(name), model.layers
+        return _ranks(role, model)[name], model.layers
+    ranks = _ranks(role, model)
+    return ranks[name], len(ranks)
+
+
+@lru_cache(maxsize=4)
+def _ranks(role: str, model: Model) -> dict[str, int]:
+    """Return the numbers of the down projections of a model, or else of its values."""
+    if role == "down":
         same = [n for n in model.names if "ffn_down" in n and n.endswith("weight")]
-        return sorted(same, key=lambda n: (_layer(n), n)).index(name), model.layers
-    same = [n for n in model.names if _role(n, model) in ("v", "qkv")]
-    return sorted(same, key=lambda n: (_layer(n), n)).index(name), len(same)
+    else:
+        same = [n for n in model.names if _role(n, model) in ("v", "qkv")]
+    ordered = sorted(same, key=lambda n: (_layer(n), n))
+    return {name: index for index, name in enumerate(ordered)}
 
 
 def _more_bits(index: int, count: int) -> bool:

@@ -81,7 +81,7 @@ def test_attention_in_splits(monkeypatch):
     """Splitting the queries changes no result."""
     case = list(cases("attention"))[-3]
     whole, _ = case.expected()
-    monkeypatch.setattr(sys.modules["graphllm.ops.attention"], "_SCORE_BYTES", 1)
+    monkeypatch.setattr(sys.modules["graphllm.ops.attention"], "SCORE_BYTES", 1)
     pieces, _ = case.expected()
     assert mismatch(pieces, whole, 1e-6) == ""
 

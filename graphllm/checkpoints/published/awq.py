@@ -18,7 +18,7 @@ import numpy as np
 from ...graph.dtype import I32
 from ...weights.safetensors import Safetensors
 from .blocks import STRIP, unpack
-from .packed_linear import PackedLinear
+from .packed_linear import PackedLinear, modules_with
 from .settings import Settings
 
 NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -44,14 +44,12 @@ class Scheme:
 
     def linears(self, file: Safetensors) -> Iterator[PackedLinear]:
         """Yield the packed linears of a file. ModelFileError for wrong shapes or dtypes."""
-        for name in file.tensors:
-            module, _, part = name.rpartition(".")
-            if part == _WEIGHT:
-                linear = AwqLinear(file, module, self)
-                pattern = next((each for each in self.ignored if each in module), None)
-                if pattern is not None:
-                    raise linear.error(part, f"modules_to_not_convert excludes it by {pattern!r}")
-                yield linear
+        for module in modules_with(file, _WEIGHT):
+            linear = AwqLinear(file, module, self)
+            pattern = next((each for each in self.ignored if each in module), None)
+            if pattern is not None:
+                raise linear.error(_WEIGHT, f"modules_to_not_convert excludes it by {pattern!r}")
+            yield linear
 
 
 class AwqLinear(PackedLinear):

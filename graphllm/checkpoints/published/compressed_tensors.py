@@ -23,7 +23,7 @@ from ...graph.dtype import I8, I32
 from ...weights.safetensors import Safetensors
 from .blocks import unpack
 from .module_patterns import ModulePatterns
-from .packed_linear import PackedLinear
+from .packed_linear import PackedLinear, modules_with
 from .settings import Settings
 
 METHOD, _FORMAT = "compressed-tensors", "pack-quantized"
@@ -66,10 +66,8 @@ class Scheme:
     def linears(self, file: Safetensors) -> Iterator[PackedLinear]:
         """Yield the packed linears of a file. ModelFileError for wrong shapes or dtypes, and for a
         module that the configuration ignores or does not name."""
-        for name in file.tensors:
-            module, _, part = name.rpartition(".")
-            if part == _WEIGHT:
-                yield CompressedLinear(file, module, self)
+        for module in modules_with(file, _WEIGHT):
+            yield CompressedLinear(file, module, self)
 
 
 def _patterns(keys: Settings, name: str) -> ModulePatterns:

@@ -21,7 +21,7 @@ import numpy as np
 from ...graph.dtype import I32
 from ...weights.safetensors import Safetensors
 from .blocks import transpose, unpack
-from .packed_linear import PackedLinear
+from .packed_linear import PackedLinear, modules_with
 from .settings import Settings
 
 _WEIGHT, _ZEROS, _SCALES, _ORDER = "qweight", "qzeros", "scales", "g_idx"
@@ -57,10 +57,8 @@ class Scheme:
 
     def linears(self, file: Safetensors) -> Iterator[PackedLinear]:
         """Yield the packed linears of a file. ModelFileError for wrong shapes or dtypes."""
-        for name in file.tensors:
-            module, _, part = name.rpartition(".")
-            if part == _WEIGHT:
-                yield GptqLinear(file, module, self)
+        for module in modules_with(file, _WEIGHT):
+            yield GptqLinear(file, module, self)
 
 
 class GptqLinear(PackedLinear):

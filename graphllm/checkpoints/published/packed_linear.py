@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -18,6 +19,14 @@ Array = np.ndarray
 _TILE = 1 << 20  # elements repacked at once, so that intermediate results stay in a cache
 _MIN_ROWS = 512  # of a tile; AWQ stores the transpose with 8 rows a word, so this is 256 bytes
 _FLOATS = ("f32", "f16", "bf16")
+
+
+def modules_with(file: Safetensors, part: str) -> Iterator[str]:
+    """Yield the modules of a file that have a tensor ``part``."""
+    for name in file.tensors:
+        module, _, own = name.rpartition(".")
+        if own == part:
+            yield module
 
 
 class PackedLinear(ABC):

@@ -51,7 +51,7 @@ def tile_shape(name: str, floating: bool) -> tuple[int, int]:
     """
     if isa().avx512 and (floating or not FORMATS[name].signed(isa())):
         return 3, 4
-    if isa().avx2 and not isa().avx512 and floating:
+    if isa().avx2 and floating:
         return 1, 6
     return 1, 8 if isa().avx512 else 4 if isa().avx2 or not isa().x86 else 2
 
