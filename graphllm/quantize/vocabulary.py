@@ -91,17 +91,15 @@ def vocabulary_metadata(
     if (folder / "tokenizer.model").is_file() and not _is_byte_level(folder):
         found = _sentencepiece(folder / "tokenizer.model", directory)
     elif (folder / "tokenizer.json").is_file() and isinstance(tokenizer, HfTokenizer):
-        found = _byte_level(folder / "tokenizer.json", directory, tokenizer)
+        found = _byte_level(folder / "tokenizer.json", tokenizer, rows)
     else:
         raise ModelFileError(
             f"{folder}: a tokenizer.model, or a tokenizer.json with byte-level BPE, is required"
         )
+    last = max(directory.added, default=-1)
+    _check_size(folder, max(len(found.pieces), last + 1), rows)
     for number, token in directory.added.items():
         found.add(number, token)
-    if len(found.pieces) > rows:
-        raise ModelFileError(
-            f"{folder}: the tokenizer has {len(found.pieces)} tokens, the embedding {rows} rows"
-        )
     found.resize(rows)
     ids: dict[str, int | None] = {
         "bos_token_id": tokenizer.bos_id,
@@ -131,6 +129,15 @@ def vocabulary_metadata(
     return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
 
 
+def _check_size(source: Path, tokens: int, rows: int) -> None:
+    """ModelFileError if there are more tokens than rows. Ids come from files, so memory is only
+    allocated for those that passed."""
+    if tokens > rows:
+        raise ModelFileError(
+            f"{source}: the tokenizer has {tokens} tokens, the embedding {rows} rows"
+        )
+
+
 def _is_byte_level(folder: Path) -> bool:
     """Whether there is a tokenizer.json with byte-level BPE, which then is the tokenizer."""
     path = folder / "tokenizer.json"
@@ -147,7 +154,7 @@ def _sentencepiece(path: Path, directory: TokenizerDirectory) -> _Vocabulary:
     return _Vocabulary([*model.pieces], kinds, [float(s) for s in model.scores], keys)
 
 
-def _byte_level(path: Path, directory: TokenizerDirectory, tokenizer: HfTokenizer) -> _Vocabulary:
+def _byte_level(path: Path, tokenizer: HfTokenizer, rows: int) -> _Vocabulary:
     content = json.loads(read_text(path))  # the tokenizer has checked it
     model = content["model"]
     merges, engine = model.get("merges"), tokenizer.engine
@@ -159,10 +166,13 @@ def _byte_level(path: Path, directory: TokenizerDirectory, tokenizer: HfTokenize
     pairs = [text if isinstance(text, str) else " ".join(text) for text in merges]
     ids: dict[str, int] = model["vocab"]
     found = _Vocabulary([], [], None, {"model": "gpt2", "pre": name, "merges": pairs})
-    found.resize(max(ids.values()) + 1)
+    added = engine.get_added_tokens_decoder()
+    last = max(max(ids.values(), default=-1), max(added, default=-1))
+    _check_size(path.parent, last + 1, rows)
+    found.resize(last + 1)
     for text, number in ids.items():
         found.pieces[number], found.kinds[number] = text.encode("utf-8", "replace"), NORMAL
-    for number, token in engine.get_added_tokens_decoder().items():
+    for number, token in added.items():
         found.add(number, AddedToken(token.content, token.special))
     return found
 
