@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import RequestError
 from .declarations import Option
+from .options import read_text
 
 if TYPE_CHECKING:
     from ..engine.request import Sampling
@@ -211,6 +213,26 @@ class RunSamplingOptions(SamplingOptions):
         list[int] | None,
         _repeatable("--forced-id", help="Token id that the answer begins with"),
     ] = None
+    json_schema: Annotated[
+        str | None,
+        Option("--json-schema", help="JSON schema that the answer matches: JSON text, or a file."),
+    ] = None
+    regex: Annotated[
+        str | None, Option("--regex", help="Regular expression that the whole answer matches.")
+    ] = None
+    grammar: Annotated[
+        str | None,
+        Option("--grammar", help="Lark grammar that the answer matches: its text, or a file."),
+    ] = None
+
+    def sampling(self) -> Sampling:
+        """Return the sampling settings; see `SamplingOptions.sampling`."""
+        schema, grammar = self.json_schema, self.grammar
+        if schema is not None and not schema.lstrip().startswith("{"):
+            self.json_schema = read_text(Path(schema))
+        if grammar is not None and ":" not in grammar:  # every grammar has a rule "start: ..."
+            self.grammar = read_text(Path(grammar))
+        return super().sampling()
 
 
 @dataclass

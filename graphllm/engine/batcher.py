@@ -218,6 +218,10 @@ class Batcher:
                 generation.fail(result.errors[index])
                 self._remove(generation)
                 continue
+            if (error := generation.grammar_error(sampled[index])) is not None:
+                generation.fail(error)
+                self._remove(generation)
+                continue
             if sampled[index] < 0:
                 self._non_finite.append(generation)
                 self._remove(generation)

@@ -17,6 +17,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "top_n_sigma": 0.0, "xtc_probability": 0.0, "repeat_penalty": 1.0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0, "dry_multiplier": 0.0, "stop": (), "logprobs": None,
     "prompt_logprobs": None, "processors": (), "forced_ids": (),
+    "json_schema": None, "regex": None, "grammar": None,
 }  # fmt: skip
 _ONLY_WITH_BEAMS = ("length_penalty", "early_stopping", "beam_groups", "diversity_penalty")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from .scheduler import Scheduler
 from .sequence import ActiveSequence
 from .sequence_blocks import BlockCopy, SequenceBlocks
 from .step_result import StepResult
+
+if TYPE_CHECKING:
+    from .grammar import GrammarState
 
 Copy = Callable[[Sequence[BlockCopy]], None]
 
@@ -35,6 +39,7 @@ class Beam:
     asks_logprobs = False
     asks_candidates = True
     processors: Sequence[LogitsProcessor] = ()
+    grammar: GrammarState | None = None
 
     def __init__(self, group: BeamGroup, sequence: ActiveSequence) -> None:
         self.group, self.sequence, self.sampling = group, sequence, group.generation.sampling

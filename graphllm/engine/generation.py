@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import NumericError
+from ..errors import NumericError, RequestError
 from ..tokenizer import Tokenizer
 from .block_manager import SequenceBlocks
 from .logits_processors import ForcedIds, LogitsProcessor
@@ -19,6 +20,9 @@ from .sampler import PROCESSED
 from .sequence import ActiveSequence
 from .step_result import TokenLogprobs
 from .stop_conditions import StopStringMatcher
+
+if TYPE_CHECKING:
+    from .grammar import GrammarState
 
 CANCELLED = "cancelled"  # a finish_reason, see `Completion`
 
@@ -105,6 +109,7 @@ class Generation:
         settings: feeds of the settings, see `sampling_row`.
         stages: number of stages before `ops.sample` that the request needs; see `Sampling.stages`.
         processors: logits processors, which the host applies.
+        grammar: restricts the tokens that may follow; None if all may.
         asks_logprobs, asks_candidates: what steps return, see `StepResult`.
         prompt_logprobs: those of the prompt's tokens after the first that were computed, if
             `Sampling.prompt_logprobs` asks for them.
@@ -144,6 +149,11 @@ class Generation:
         forced = ForcedIds(sampling.forced_ids, sequence.prompt_tokens)
         self._use_processors((*sampling.processors, *([forced] if forced.ids else [])))
         self.asks_logprobs, self.asks_candidates = sampling.logprobs is not None, False
+        self.grammar: GrammarState | None = None
+        if sampling.has_grammar:
+            from .grammar import start_grammar  # needs the extra ``structured``
+
+            self.grammar = start_grammar(vars(sampling), tokenizer)
         self._end_ids, self._context = end_ids, context
         self._text = tokenizer.stream(continuation=True) if tokenizer else None
         self._matcher = StopStringMatcher(sampling.stop)
@@ -220,6 +230,11 @@ class Generation:
             self._use_processors(sampling.processors)
         if self._matcher.matched:
             return self._finish("stop", at)
+        if self.grammar is not None and self.grammar.follow(self.sequence):
+            if self.grammar.error is not None:
+                self.fail(self.grammar.error)
+                return True
+            return self._finish("stop", at)
         if self.count >= sampling.max_tokens:
             return self._finish("length", at)
         if len(self.sequence.tokens) >= self._context + 1:
@@ -247,8 +262,24 @@ class Generation:
         self._end()
 
     def ends_after(self, steps: int) -> bool:
-        """Whether the answer is known to end within the next ``steps`` sampled tokens."""
+        """Whether no step may be launched before the results of ``steps`` launched ones are known.
+
+        The answer is known to end by then, or its grammar needs the last token.
+        """
+        if self.grammar is not None:
+            return True
         return self.done or self.count + steps >= self.sampling.max_tokens
+
+    def grammar_error(self, token: int) -> RequestError | None:
+        """Return why the grammar could not choose a token, if that is so; -1: none was sampled."""
+        if self.grammar is None or self.grammar.error is not None:
+            return None if self.grammar is None else self.grammar.error
+        if token < 0 and self.sampling.stages > 1:
+            return RequestError(
+                "no token is left: the grammar allows none that logit_bias, banned_ids, "
+                "allowed_ids, min_tokens and ignore_eos leave"
+            )
+        return None
 
     def fail_non_finite(self, error: NumericError) -> None:
         """End the request, whose last logits are not finite."""

@@ -16,6 +16,7 @@ from ..arguments import (
     flag,
     functions,
     invalid_argument,
+    text,
     texts,
     token_biases,
     token_ids,
@@ -28,6 +29,15 @@ from .logits_processors import LogitsProcessor
 from .step_result import TokenLogprobs
 
 MAX_SAMPLES = 1024  # of one prompt
+GRAMMARS = ("json_schema", "regex", "grammar")  # fields, of which one at most is given
+
+
+def _json_schema(name: str, value: Any) -> str:
+    """A JSON schema: a mapping, or its JSON text."""
+    from .grammar import json_schema_text  # needs the extra ``structured``
+
+    return json_schema_text(name, value)
+
 
 _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
     "max_tokens": Integer(),
@@ -59,6 +69,9 @@ _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
     "n": Integer(1, MAX_SAMPLES),
     "processors": functions,
     "forced_ids": token_ids,
+    "json_schema": Optional(_json_schema),
+    "regex": Optional(text),
+    "grammar": Optional(text),
     "prompt_logprobs": Optional(Integer(0, Limits.top_logprobs)),
     "logprobs": Optional(Integer(0, Limits.top_logprobs)),
     **BEAM_RULES,
@@ -144,6 +157,10 @@ class Sampling:
             order, after biases and penalties and before the filters and the temperature. A function
             that fails ends the request with a RequestError.
         forced_ids: token ids that the answer begins with, whatever their logits.
+        json_schema: JSON schema that the answer matches, a mapping or its JSON text. The answer
+            ends when nothing can follow, or at ``max_tokens``. Needs the extra ``structured``.
+        regex: as json_schema, a regular expression (Rust's syntax) that the whole answer matches.
+        grammar: as json_schema, a grammar in llguidance's variant of Lark.
         beams: number of beams of a beam search, which replaces sampling; 1: none. The best ``n``
             sequences that it finds are the answers. Samplers, penalties, logits processors, stop
             strings and log-probabilities cannot be combined with it.
@@ -189,6 +206,9 @@ class Sampling:
     prompt_logprobs: int | None = None
     processors: Sequence[LogitsProcessor] = ()
     forced_ids: Sequence[int] = ()
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
     beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
@@ -201,10 +221,17 @@ class Sampling:
         penalties = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty)
         early_stop = self.ignore_eos or self.min_tokens > 0
         if self.filters_logits:
-            return 3
+            return 4
         if self.dry_multiplier > 0 or penalties != (1.0, 0.0, 0.0):
+            return 3
+        if self.logit_bias or self.banned_ids or self.allowed_ids or early_stop:
             return 2
-        return int(bool(self.logit_bias or self.banned_ids or self.allowed_ids or early_stop))
+        return int(self.has_grammar)
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the answer is restricted to a grammar."""
+        return any(getattr(self, name) is not None for name in GRAMMARS)
 
     @property
     def filters_logits(self) -> bool:

@@ -12,6 +12,7 @@ from ..compiler.plan import Plan
 from ..errors import RequestError
 from ..graph.tensor import Tensor
 from ..model.batch import CacheSpec, Limits
+from ..ops.sampling import mask_words
 from ..runtime.decode_loop import DecodeLoop
 from ..runtime.executor import Executor
 from .block_copies import COPIED, MAX_COPIES, copy_feeds
@@ -20,7 +21,7 @@ from .forward_feeds import Feeds, Span, forward_feeds
 from .logits_processors import process_logits
 from .prompt_logprobs import prompt_logprobs, prompt_plan
 from .sampler import PROCESSED, STAGES, fed_rows
-from .sampling_feeds import Row, sampling_feeds
+from .sampling_feeds import Row, mask_feed, sampling_feeds
 from .sequence import Chunk, StepRecorder
 from .sequence_blocks import BlockCopy
 from .step_result import StepResult, TokenLogprobs
@@ -67,7 +68,9 @@ class Runner:
         self.executor, self.outputs, self.limits = executor, outputs, limits
         self.caches, self.manager = [c.name for c in caches], manager
         self.pools = [name for name in outputs if name.startswith("kv.")]
-        self._fed_rows = fed_rows(limits, outputs["logits"].meta.inner[0])
+        vocab = outputs["logits"].meta.inner[0]
+        self._fed_rows = fed_rows(limits, vocab)
+        self._masks = np.empty((limits.sequences, mask_words(vocab)), np.int32)
         self._loop: _Loop | None = None
         self._advanced: list[Row] = []  # rows whose next step needs no feeds
 
@@ -195,6 +198,8 @@ class Runner:
         feeds, env = forward_feeds(self.manager, spans)
         feeds["rows"] = feeds["rows"][: max(1, sum(chunk.samples for chunk in parts))]
         feeds |= sampling_feeds(self.limits, rows, plan.leaves, _stages(rows) >= PROCESSED)
+        if "mask" in plan.leaves:
+            feeds["mask"] = mask_feed(rows, self._masks)
         return feeds, env
 
     def _tables(self, rows: Rows[Row], name: str) -> np.ndarray:
@@ -261,6 +266,8 @@ class Runner:
         if any(length % block <= 1 for length in loop.lengths):
             for name in self.caches:
                 self.executor.set_state(f"table.{name}", self._tables(loop.rows, name))
+        if any(row.grammar for row in loop.rows):
+            self.executor.set_state("mask", mask_feed(loop.rows, self._masks))
         if loop.recorder is not None:
             loop.recorder.begin_step(chunks)
         loop.steps.launch()

@@ -8,16 +8,18 @@ from .. import ops
 from ..graph.tensor import Tensor, Var, feed
 from ..model.batch import ADVANCED, FED, SEQUENCE, Batch, Limits, StepVariable, step_vars
 from ..ops.penalties import FACTORS, WINDOWS
+from ..ops.sampling import mask_words
 from ..ops.sampling_filters import FILTERS
 
-# Stages between the logits and `ops.sample`, as suffixes of the outputs sampled after them: none,
-# `ops.bias_logits`, also `ops.penalise`, also `ops.filter_logits`. A step runs as many as the row
-# that needs most of them; the later ones change no logits of the other rows.
-STAGES = ("", ".biased", ".penalised", ".filtered")
+# Stages between the logits and `ops.sample`, as suffixes of the outputs sampled after them: none, a
+# bitmap of the ids that may be sampled, which `ops.sample` reads; `ops.bias_logits`, which applies
+# the bitmap; also `ops.penalise`, also `ops.filter_logits`. A step runs as many as the row that
+# needs most of them; the later ones change no logits of the other rows.
+STAGES = ("", ".masked", ".biased", ".penalised", ".filtered")
 PROCESSED = STAGES.index(".penalised")  # the stage that logits processors change
 
 
-def sampler_variables(limits: Limits) -> list[StepVariable]:
+def sampler_variables(limits: Limits, vocab: int) -> list[StepVariable]:
     """Return the step variables of sampling; see the ops of `sampling_outputs`."""
     _, s, _, _ = step_vars(limits)
     fed: dict[str, dict[str, tuple[int, ...]]] = {
@@ -26,7 +28,7 @@ def sampler_variables(limits: Limits) -> list[StepVariable]:
         "i32": {"top_k": (), "filter_top_k": (), "min_tokens": (), "sample_index": (),
                 "penalty_windows": (len(WINDOWS),), "bias_ids": (limits.biases,),
                 "allowed": (limits.allowed,), "early_stop": (limits.stops,),
-                "breakers": (limits.breakers,)},
+                "breakers": (limits.breakers,), "mask": (mask_words(vocab),)},
         "i64": {"seed": ()},
     }  # fmt: skip
     return [
@@ -56,10 +58,11 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         them: outputs with the suffix ``.fed`` are sampled from the inputs ``fed.processed`` and
         ``fed.logits`` (for the log-probabilities), [R, vocab] each.
     """
-    v = {each.name: each.leaf() for each in sampler_variables(batch.limits)}
+    vocab = logits.meta.inner[0]
+    v = {each.name: each.leaf() for each in sampler_variables(batch.limits, vocab)}
     biased = ops.bias_logits(
         logits, v["bias_ids"], v["bias"], v["allowed"], v["early_stop"], v["count"],
-        v["min_tokens"],
+        v["min_tokens"], v["mask"],
     )  # fmt: skip
     processed = ops.penalise(
         biased, v["history"], batch.kv_len, v["breakers"], v["penalty_factors"],
@@ -70,15 +73,14 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
     candidates = ops.top_ids(biased, n=min(batch.limits.candidates, logits.meta.inner[0]))
     outputs["candidate_ids"] = candidates
     outputs["candidate_logprobs"] = ops.logprobs(logits, candidates)
-    stages = (logits, biased, processed, _filtered(processed, v))
+    stages = (logits, logits, biased, processed, _filtered(processed, v))
     for suffix, x in zip(STAGES, stages):
-        sampled = _sampled(x, v)
+        sampled = _sampled(x, v, v["mask"] if suffix == ".masked" else None)
         outputs |= _sample_outputs(suffix, logits, sampled)
         outputs[f"ids{suffix}"] = ops.advance(
             sampled, batch.ids, batch.pos, batch.kv_len, v["count"], v["history"], *groups,
             block=batch.limits.block,
         )  # fmt: skip
-    vocab = logits.meta.inner[0]
     rows = Var("R", 1, fed_rows(batch.limits, vocab))
     fed = {name: feed(f"fed.{name}", (rows, vocab), "f32") for name in ("logits", "processed")}
     sampled = _sampled(_filtered(fed["processed"], v), v)
@@ -97,10 +99,10 @@ def _filtered(x: Tensor, v: Mapping[str, Tensor]) -> Tensor:
     )
 
 
-def _sampled(x: Tensor, v: Mapping[str, Tensor]) -> Tensor:
+def _sampled(x: Tensor, v: Mapping[str, Tensor], mask: Tensor | None = None) -> Tensor:
     return ops.sample(
         x, v["temperature"], v["top_k"], v["top_p"], v["min_p"], v["seed"], v["count"],
-        v["sample_index"],
+        v["sample_index"], mask,
     )  # fmt: skip
 
 

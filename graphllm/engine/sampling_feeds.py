@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from .logits_processors import LogitsProcessor
 from .request import Sampling
 from .sequence import ActiveSequence
 from .sequence_blocks import SequenceBlocks
+
+if TYPE_CHECKING:
+    from .grammar import GrammarState
 
 INT32_MAX = 2**31 - 1
 
@@ -28,6 +31,7 @@ class Row(Protocol):
         settings: their feeds, see `sampling_row`.
         stages: number of stages before `ops.sample` that the request needs; see `Sampling.stages`.
         processors: logits processors, which the host applies.
+        grammar: restricts the tokens that may follow; None if all may.
         asks_logprobs: whether the step returns the log-probabilities of `StepResult`.
         asks_candidates: whether it returns the candidates of `StepResult`.
     """
@@ -37,6 +41,7 @@ class Row(Protocol):
     settings: Mapping[str, np.ndarray]
     stages: int
     processors: Sequence[LogitsProcessor]
+    grammar: GrammarState | None
     asks_logprobs: bool
     asks_candidates: bool
 
@@ -116,6 +121,21 @@ def sampling_feeds(
         rings = [_history_ring(row.sequence.tokens, limits.history) for row in rows]
         feeds["history"] = np.concatenate(rings)
     return feeds
+
+
+def mask_feed(rows: Sequence[Row], room: np.ndarray) -> np.ndarray:
+    """Return bitmaps of the ids that the grammar of each row allows: the first rows of ``room``.
+
+    ``room``: i32 [sequences, words], overwritten; see `ops.sample`.
+    """
+    masks = room[: len(rows)]
+    if not any(row.grammar for row in rows):
+        masks[:] = -1
+        return masks
+    from .grammar import fill_masks  # needs the extra ``structured``
+
+    fill_masks([row.grammar for row in rows], masks)
+    return masks
 
 
 def _filter_feeds(sampling: Sampling) -> dict[str, np.ndarray]:

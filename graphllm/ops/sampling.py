@@ -65,12 +65,13 @@ def argmax(x: np.ndarray) -> np.ndarray:
 
 def _sample_infer(
     logits: Meta, temperature: Meta, top_k: Meta, top_p: Meta, min_p: Meta, seed: Meta,
-    count: Meta, sample_index: Meta,
+    count: Meta, sample_index: Meta, mask: Meta | None = None,
 ) -> Meta:  # fmt: skip
     expect_logits(logits)
     expect_per_row(logits, 1, "f32", temperature=temperature, top_p=top_p, min_p=min_p)
     expect_per_row(logits, 1, "i32", top_k=top_k, count=count, sample_index=sample_index)
     expect_per_row(logits, 1, "i64", seed=seed)
+    expect_mask(logits, mask)
     return out(logits.shape[:1], I32)
 
 
@@ -97,8 +98,27 @@ def expect_per_row(logits: Meta, rank: int, dtype: str, **operands: Meta) -> Non
         require(varies or len(rows) == 1, f"{name} {x.shape} for logits {logits.shape}")
 
 
-def _sample_cost(out: Meta, logits: Meta, *settings: Meta, env: Env) -> Cost:
-    small = sum(m.nbytes for m in settings)
+def expect_mask(logits: Meta, mask: Meta | None) -> None:
+    """Raise GraphError unless ``mask`` is None or a bitmap [N, ceil(V / 32)] i32 of the ids."""
+    if mask is not None:
+        expect_per_row(logits, 2, "i32", mask=mask)
+        words = mask_words(logits.inner[0])
+        require(mask.inner == (words,), f"mask {mask.shape} has not {words} words for each row")
+
+
+def mask_words(width: int) -> int:
+    """Return the number of 32-bit words of a bitmap of ``width`` ids."""
+    return -(-width // 32)
+
+
+def allowed_ids(mask: np.ndarray, width: int) -> np.ndarray:
+    """Return bool [N, width] of a bitmap i32 [N, W]: bit i % 32 of word i // 32 is that of id i."""
+    words = np.ascontiguousarray(mask).view(np.uint8)
+    return np.unpackbits(words, axis=1, count=width, bitorder="little").astype(bool)
+
+
+def _sample_cost(out: Meta, logits: Meta, *settings: Meta | None, env: Env) -> Cost:
+    small = sum(m.nbytes for m in settings if m is not None)
     return Cost(8 * logits.size, logits.nbytes + small + out.nbytes)
 
 
@@ -135,7 +155,24 @@ def seeds(rng: Rng, shape: Shape) -> np.ndarray:
     return rng.integers(-(2**63), 2**63 - 1, shape)
 
 
-def _sample_sample(rows: int, width: int, layout: str) -> Sample:
+def masks(width: int) -> Maker:
+    """Return a maker of bitmaps: all ids, no id, one id, every other word, ids at random."""
+
+    def make(rng: Rng, shape: Shape) -> np.ndarray:
+        allowed = rng.random((shape[0], width)) < rng.choice([0.02, 0.5, 0.98], (shape[0], 1))
+        allowed[::5] = True
+        allowed[3::9] = False
+        allowed[1::7] = np.arange(width) == rng.integers(0, width)
+        allowed[4::7] = np.arange(width) // 32 % 2
+        bits = np.packbits(allowed, axis=1, bitorder="little")
+        own = np.full((shape[0], 4 * shape[1]), 0xA5, np.uint8)  # bits after the last id are unused
+        own[:, : bits.shape[1]] = bits
+        return own.view(np.int32)
+
+    return make
+
+
+def _sample_sample(rows: int, width: int, layout: str, masked: bool) -> Sample:
     n = ("N",)
     args = (
         Arg(("N", width), layout=layout, make=logits_and_faults),
@@ -146,6 +183,7 @@ def _sample_sample(rows: int, width: int, layout: str) -> Sample:
         Arg(n, I64, make=seeds),
         Arg(n, I32, make=cycle(0, 1, 2, 77, 2**31 - 1)),
         Arg(n, I32, make=cycle(0, 0, 1, 3)),
+        Arg(("N", mask_words(width)), I32, make=masks(width)) if masked else None,
     )
     return Sample(args, {}, {"N": rows})
 
@@ -160,14 +198,19 @@ def _sample_sample(rows: int, width: int, layout: str) -> Sample:
         rows=(0, 1, 64),
         width=(1, 5, 63, 1000),
         layout=("contiguous", "strided"),
+        masked=(False, True),
     )
-    + grid(_sample_sample, rows=(3,), width=(40001,), layout=("contiguous",)),
+    + grid(_sample_sample, rows=(3,), width=(40001,), layout=("contiguous",), masked=(False, True)),
 )
 def sample(
     logits: np.ndarray, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray,
     min_p: np.ndarray, seed: np.ndarray, count: np.ndarray, sample_index: np.ndarray,
+    mask: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
     """Sample one id for each row of logits [N, V] f32, with settings [N] each -> i32 [N].
+
+    mask [N, ceil(V / 32)] i32: bitmap of the ids that can be sampled, bit i % 32 of word i // 32
+    for id i. The logit of any other id counts as -inf, whatever it is; it need not be read.
 
     The id is -1 for a row with NaN or +inf, or with only -inf, from which no token can be sampled.
     A single -inf is valid and excludes its id.
@@ -186,6 +229,9 @@ def sample(
     Gumbel-max: Gumbel 1954, Maddison et al. 2014; top_k: Fan et al. 2018; top_p: Holtzman et al.
     2019; min_p: Nguyen et al. 2024; the order of the filters is that of llama.cpp's default chain.
     """
+    if mask is not None:
+        allowed = allowed_ids(mask[: len(logits)], logits.shape[1])
+        logits = np.where(allowed, logits, np.float32(-np.inf))
     chosen = _first_largest(logits)
     chosen[~np.isfinite(logits.max(axis=-1))] = -1  # the maximum of a row with NaN is NaN
     for n in range(len(logits)):

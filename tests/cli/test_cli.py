@@ -92,6 +92,17 @@ def test_several_samples_and_logprobs(model):
     assert shown == f"hello{found['text']}\nhello{other['text']}\n"
 
 
+def test_grammars(model, tmp_path):
+    ask = ("run", model, "-p", "hello", "-s", "3", "--json")
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": ["fox"]}')
+    grammar.write_text('start: "f" "ox"')
+    for own in (("--json-schema", schema), ("--json-schema", schema.read_text())):
+        assert json.loads(json.loads(call(*ask, *own).stdout)["text"]) == "fox"
+    for own in (("--regex", "fox"), ("--grammar", grammar), ("--grammar", grammar.read_text())):
+        assert json.loads(call(*ask, *own).stdout)["text"] == "fox"
+
+
 def test_beams(model):
     import graphllm
 

@@ -46,7 +46,7 @@ def test_random_requests_get_what_they_get_alone(path, backends, monkeypatch):
         lazy_device.install(monkeypatch)
     count = REQUESTS if backends[0] == "cpu" else REQUESTS // 4
     rng = random.Random(SEED)
-    asked = requests(rng, count, processors=True)
+    asked = requests(rng, count, processors=True, grammars=True)
     single = windowed_model.make_engine(path, backends=backends)
     want = [answer(single, *each) for each in asked]
     engine = windowed_model.make_engine(path, backends=backends, sequences=6, kv_blocks=22)

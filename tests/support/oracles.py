@@ -370,9 +370,18 @@ def philox(counter, key):
     return a, b, c, d
 
 
-def sample(logits, temperature, top_k, top_p, min_p, seed, count, sample_index):
+def masked_ids(mask, n, width):
+    """The ids that a row of a bitmap excludes, a bit at a time."""
+    if mask is None:
+        return set()
+    return {i for i in range(width) if not int(mask[n][i // 32]) >> i % 32 & 1}
+
+
+def sample(logits, temperature, top_k, top_p, min_p, seed, count, sample_index, mask=None):
     result = []
     for n, row in enumerate(logits.astype(np.float64).tolist()):
+        for token in masked_ids(mask, n, len(row)):
+            row[token] = -math.inf
         if any(math.isnan(x) or x == math.inf for x in row) or max(row) == -math.inf:
             result.append(-1)
             continue
@@ -404,7 +413,7 @@ def sample(logits, temperature, top_k, top_p, min_p, seed, count, sample_index):
     return np.array(result, np.int32)
 
 
-def bias_logits(logits, ids, bias, allowed, stop, count, min_tokens):
+def bias_logits(logits, ids, bias, allowed, stop, count, min_tokens, mask=None):
     result = logits.astype(np.float64)
     for n, row in enumerate(result):
         for token, value in zip(map(int, ids[n]), map(float, bias[n])):
@@ -414,7 +423,7 @@ def bias_logits(logits, ids, bias, allowed, stop, count, min_tokens):
         excluded = set(range(len(row))) - only if only else set()
         if count[n] < min_tokens[n]:
             excluded |= {token for token in map(int, stop[n]) if 0 <= token < len(row)}
-        for token in excluded:
+        for token in excluded | masked_ids(mask, n, len(row)):
             row[token] = -math.inf if row[token] < math.inf else math.nan
     return result
 

@@ -22,10 +22,12 @@ def favour_low_ids(ids: list[int], logits: np.ndarray) -> np.ndarray:
     return logits
 
 
-def requests(rng: random.Random, count: int, processors: bool = False) -> list[Request]:
+def requests(
+    rng: random.Random, count: int, processors: bool = False, grammars: bool = False
+) -> list[Request]:
     """Return random prompts, some of which share a prefix, and settings.
 
-    ``processors``: some have a logits processor.
+    ``processors``: some have a logits processor. ``grammars``: some have a grammar; see `submit`.
     """
     made: list[Request] = []
     for seed in range(count):
@@ -39,6 +41,8 @@ def requests(rng: random.Random, count: int, processors: bool = False) -> list[R
             more["prompt_logprobs"] = seed % 3
         if processors and seed % 16 == 10:
             more["processors"] = [favour_low_ids]
+        if grammars and seed % 8 == 4:
+            more["regex"] = "( ?[a-z]{2,9} [0-9]{1,3};){1,6}"
         settings = Sampling(
             temperature=rng.choice([0.0, 0.7, 1.3]), max_tokens=rng.randrange(1, 40), seed=seed,
             top_k=rng.choice([0, 5, 40]), top_p=rng.choice([0.9, 1.0]), **more,
@@ -54,10 +58,16 @@ def requests(rng: random.Random, count: int, processors: bool = False) -> list[R
     return made
 
 
+def submit(engine: Engine, prompt: list[int], settings: Sampling, **more: int) -> Generation:
+    """Submit a request without EOS ids. One with a grammar gets the ``tokenizer`` of the engine."""
+    tokenizer = engine.tokenizer if settings.has_grammar else None
+    return engine.submit(prompt, settings, (), tokenizer=tokenizer, **more)
+
+
 def answer(engine: Engine, prompt: list[int], settings: Sampling) -> Answer:
     """Return what a request gets alone, with an empty cache."""
     engine.clear_cache()
-    return collect(engine, {0: engine.submit(prompt, settings, ())})[0]
+    return collect(engine, {0: submit(engine, prompt, settings)})[0]
 
 
 def ids_of(found: Answer) -> list[int]:
@@ -103,10 +113,10 @@ def run_at_random(engine: Engine, asked: list[Request], rng: random.Random) -> l
     while waiting or live:
         while waiting and rng.random() < 0.4:
             index = waiting.pop(0)
-            live[index] = engine.submit(*asked[index], (), priority=rng.randrange(2))
+            live[index] = submit(engine, *asked[index], priority=rng.randrange(2))
             found[index] = []
             if rng.random() < 0.2:
-                cancelled.append(engine.submit(*rng.choice(asked), ()))
+                cancelled.append(submit(engine, *rng.choice(asked)))
         if cancelled and rng.random() < 0.3:
             engine.cancel(cancelled.pop(rng.randrange(len(cancelled))))
         engine.step()

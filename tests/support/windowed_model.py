@@ -43,10 +43,13 @@ def windowed(folder):
 
 def make_engine(path, threads=0, backends=("cpu", "reference"), **limits) -> Engine:
     """Steps of 16 tokens and blocks of 8: a window of 20 keeps 6 of the context's 15 blocks."""
-    decoder = build_decoder(GgufCheckpoint(path), path.parent / "windowed.py")
+    file = GgufCheckpoint(path)
+    decoder = build_decoder(file, path.parent / "windowed.py")
     executor = Executor(decoder.weights, backends, Options(threads=threads), strict=True)
     wanted = {"tokens": 16, "context": CONTEXT, "block": 8, "kv_dtype": "f32", **limits}
-    return Engine(decoder, executor, Limits(**wanted))
+    engine = Engine(decoder, executor, Limits(**wanted))
+    engine.tokenizer = file.tokenizer()  # for `request_runs.submit`
+    return engine
 
 
 def caches(path):

@@ -54,7 +54,7 @@ def _top_ids(p, thread, threads):
     while row < rows:
         bits, y = i32s(a.logits + row * a.logits_stride), i32s(a.y + row * a.n * 4)
         maxima = i32s(a.maxima + row * a.blocks * 4)
-        count = largest_keys(bits, a.width, maxima, a.blocks, a.n, ids, keys)
+        count = largest_keys(bits, a.width, maxima, a.blocks, a.n, ids, keys, False, bits)
         sort_descending(order, keys, count)
         for i in range(count):
             y[i] = ids[order[i] & 0xFFFFFFFF]

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ....graph.tensor import Tensor
+from ....ops.sampling import mask_words
 from ... import Options
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader
 from ..runtime.cores import thread_count
 from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import f32s, helper, i32s, kernel, load_i64
-from ..runtime.lazy_numba import float32, float64, int64
+from ..runtime.lazy_numba import float32, float64, int32, int64
 from .elementwise import thread_range
 
 
@@ -38,6 +39,8 @@ class BiasArgs(NamedTuple):
     stop_count: int
     count: int  # type: ignore[assignment]  # a field in place of tuple.count
     min_tokens: int
+    mask: int  # bitmaps int32 [rows, words]; 0 for none
+    words: int
 
 
 _read_bias = argument_reader(BiasArgs)
@@ -66,6 +69,17 @@ def _copy_allowed(source, target, first, last, allowed, count, width):
             target[allowed[i]] = source[allowed[i]]
 
 
+@helper
+def _apply_mask(target, first, last, mask):
+    """Subtract infinity from those of the columns first..last - 1 whose bit is 0."""
+    for word in range(first >> 5, (last + 31) >> 5):
+        bits = mask[word]
+        if bits != int32(-1):
+            for i in range(max(first, word << 5), min(last, (word + 1) << 5)):
+                if not (bits >> int32(i & 31)) & int32(1):
+                    target[i] -= float32(np.inf)
+
+
 @kernel
 def _bias_logits(p, thread, threads):
     a = _read_bias(p)
@@ -84,6 +98,8 @@ def _bias_logits(p, thread, threads):
             for i in range(a.stop_count):
                 if first <= stop[i] < last:
                     target[stop[i]] -= float32(np.inf)
+        if a.mask != 0:
+            _apply_mask(target, first, last, i32s(a.mask + row * a.words * 4))
 
 
 @BACKEND.kernel("bias_logits", layout={"logits": "rows"})
@@ -99,6 +115,8 @@ def bias_logits(ctx: KernelContext) -> Launch:
         id_count=ctx.ids.meta.inner[0],
         allowed_count=ctx.allowed.meta.inner[0],
         stop_count=ctx.stop.meta.inner[0],
+        mask=ctx.address("mask"),
+        words=mask_words(logits.meta.inner[0]),
         **{name: ctx.need(name).address for name in names},
     )
     return Launch(_bias_logits, block)

@@ -3,6 +3,9 @@
 The k largest logits are in blocks whose maximum (see argmax.py) reaches the k-th largest block
 maximum, so most logits are never looked at. NaN counts as the largest logit, so the largest key of
 a row shows whether a token can be chosen.
+
+A bitmap of allowed ids is read where logits are: an excluded id has the key of -inf. Blocks without
+an allowed id are not read, so a row of which few ids are allowed takes little time.
 """
 
 from __future__ import annotations
@@ -12,12 +15,24 @@ from typing import NamedTuple
 import numpy as np
 
 from ....graph.tensor import Tensor
+from ....ops.sampling import mask_words
 from ... import Options
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader
 from ..runtime.cores import thread_count
 from ..runtime.device import KernelContext, Launch
-from ..runtime.jit import f32s, f64s, helper, i32s, i64s, kernel, load_i64, next_chunk, u32s
+from ..runtime.jit import (
+    f32s,
+    f64s,
+    helper,
+    i32s,
+    i64s,
+    inlined,
+    kernel,
+    load_i64,
+    next_chunk,
+    u32s,
+)
 from ..runtime.lazy_numba import float32, float64, int32, int64
 from ..simd.math import exp64
 from .argmax import (  # fmt: skip
@@ -32,6 +47,7 @@ from .argmax import (  # fmt: skip
     sort_key,
     value_of_key,
 )
+from .elementwise import thread_range
 from .noise import MAX_NOISE, NoiseKey, fill_words, gumbel, noise_bound, token_noise
 
 INF = np.int32(0x7F800000)  # key of +inf
@@ -55,18 +71,29 @@ def _kth_largest(keys, count, k):
     return int32(low)
 
 
+@inlined
+def allows(mask, i):
+    """Whether a bitmap of 32-bit words has bit ``i``."""
+    return (mask[i >> 5] >> int32(i & 31)) & int32(1) != int32(0)
+
+
 @helper
-def largest_keys(bits, width, maxima, blocks, k, ids, keys):
-    """Write indices and keys of the k largest in index order; returns their count."""
+def largest_keys(bits, width, maxima, blocks, k, ids, keys, masked, mask):
+    """Write indices and keys of the k largest in index order; returns their count.
+
+    If ``masked``, only of the ids that the bitmap ``mask`` allows, which may be fewer than k.
+    """
     least = _kth_largest(maxima, blocks, k) if k <= blocks else MIN_KEY
     count = 0
     for b in range(blocks):
-        if maxima[b] >= least:
+        if maxima[b] >= least and not (masked and maxima[b] == MINUS_INF):
             for i in range(b * BLOCK, min(width, (b + 1) * BLOCK)):
                 key = sort_key(bits[i], MAX_KEY)
-                if key >= least:
+                if key >= least and (not masked or allows(mask, i)):
                     ids[count], keys[count] = i, key
                     count += 1
+    if count <= k:
+        return count
     least = _kth_largest(keys, count, k)
     ties = k  # how many keys equal to the k-th are kept
     for i in range(count):
@@ -79,6 +106,21 @@ def largest_keys(bits, width, maxima, blocks, k, ids, keys):
             ids[kept], keys[kept] = ids[i], keys[i]
             kept += 1
     return kept
+
+
+@helper
+def _all_keys(bits, width, ids, keys, masked, mask):
+    """Write indices and keys of all ids, or of those that a bitmap allows; returns their count."""
+    if not masked:
+        for i in range(width):
+            ids[i], keys[i] = i, sort_key(bits[i], MAX_KEY)
+        return int64(width)
+    count = int64(0)
+    for i in range(width):
+        if allows(mask, i):
+            ids[count], keys[count] = i, sort_key(bits[i], MAX_KEY)
+            count += 1
+    return count
 
 
 @helper
@@ -174,7 +216,18 @@ def _cut(logits, ids, keys, count, peak, top_p, weights, order):
 
 
 @helper
-def _draw(logits, width, maxima, best, temperature, least, last, min_p, noise, words):
+def _first_largest(bits, width, maxima, blocks, top, mask):
+    """As `first_index`, among the ids that a bitmap allows."""
+    for b in range(blocks):
+        if maxima[b] == top:
+            for i in range(b * BLOCK, min(width, (b + 1) * BLOCK)):
+                if allows(mask, i) and sort_key(bits[i], MAX_KEY) == top:
+                    return i
+    return int64(0)
+
+
+@helper
+def _draw(logits, width, maxima, best, temperature, least, last, min_p, noise, words, masked, mask):
     """Return the kept id with the largest (logit - max) / temperature + noise.
 
     Most ids cannot win even with the largest possible noise, or with an upper bound of their noise
@@ -197,6 +250,8 @@ def _draw(logits, width, maxima, best, temperature, least, last, min_p, noise, w
             continue
         for i in range(count):
             if (row[i] - top) * inverse + noise_bound(words[i]) < float32(largest):
+                continue
+            if masked and not allows(mask, first + i):
                 continue
             key, token = sort_key(bits[first + i], MAX_KEY), first + i
             if key < least or (key == least and token > last):
@@ -229,9 +284,34 @@ class SampleArgs(NamedTuple):
     seed: int
     count: int  # type: ignore[assignment]  # a field in place of tuple.count
     sample_index: int
+    mask: int  # bitmaps of allowed ids, int32 [rows, words]; 0 for none
+    words: int
 
 
 _read_sample = argument_reader(SampleArgs)
+
+
+@kernel
+def _masked_maxima(p, thread, threads):
+    """Find the largest key of the allowed ids of each block; that of -inf if there is none."""
+    a = _read_sample(p)
+    first, last = thread_range(load_i64(a.rows) * a.blocks, thread, threads)
+    out = i32s(a.maxima)
+    for item in range(first, last):
+        row, block = item // a.blocks, item % a.blocks
+        bits = i32s(a.logits + row * a.logits_stride + block * BLOCK * 4)
+        mask, count = i32s(a.mask + row * a.words * 4), min(BLOCK, a.width - block * BLOCK)
+        low = mask[2 * block]
+        high = mask[2 * block + 1] if 2 * block + 1 < a.words else int32(0)
+        top = MINUS_INF
+        if low & high == int32(-1):
+            for i in range(count):
+                top = max(top, sort_key(bits[i], MAX_KEY))
+        elif low | high != int32(0):
+            for i in range(count):
+                if allows(mask, block * BLOCK + i):
+                    top = max(top, sort_key(bits[i], MAX_KEY))
+        out[item] = top
 
 
 @kernel
@@ -247,12 +327,16 @@ def _sample(p, thread, threads):
     while row < rows:
         at = a.logits + row * a.logits_stride
         logits, bits, maxima = f32s(at), i32s(at), i32s(a.maxima + row * blocks * 4)
+        masked, mask = a.mask != 0, i32s(a.mask + row * a.words * 4)
         top = largest_key(maxima, blocks)
         if top >= INF or top == MINUS_INF:  # NaN, +inf, or -inf everywhere
             y[row] = -1
             row = next_chunk(p)
             continue
-        best = first_index(bits, width, maxima, blocks, top, MAX_KEY)
+        if masked:
+            best = _first_largest(bits, width, maxima, blocks, top, mask)
+        else:
+            best = first_index(bits, width, maxima, blocks, top, MAX_KEY)
         temperature = f32s(a.temperature)[row]
         if not temperature > 0:
             y[row] = best
@@ -262,18 +346,17 @@ def _sample(p, thread, threads):
         limited = 0 < k < width
         least, last = MIN_KEY, width  # kept: larger keys, and equal ones up to id ``last``
         if limited or top_p < 1:
-            count = width
             if limited:
-                count = largest_keys(bits, width, maxima, blocks, k, ids, keys)
+                count = largest_keys(bits, width, maxima, blocks, k, ids, keys, masked, mask)
             else:
-                for i in range(width):
-                    ids[i], keys[i] = i, sort_key(bits[i], MAX_KEY)
+                count = _all_keys(bits, width, ids, keys, masked, mask)
             least, last = _cut(logits, ids, keys, count, peak, float64(top_p), weights, order)
         noise = NoiseKey(i64s(a.seed)[row], i32s(a.count)[row], i32s(a.sample_index)[row])
         min_p = float64(f32s(a.min_p)[row])
         y[row] = _draw(
-            at, width, maxima, best, float64(temperature), least, last, min_p, noise, words
-        )
+            at, width, maxima, best, float64(temperature), least, last, min_p, noise, words,
+            masked, mask,
+        )  # fmt: skip
         row = next_chunk(p)
 
 
@@ -296,5 +379,10 @@ def sample(ctx: KernelContext) -> list[Launch]:
         scratch=ctx.scratch + maxima_nbytes(ctx.node),
         thread_scratch=_thread_nbytes(rows.width),
         **{name: ctx.need(name).address for name in names},
+        mask=ctx.address("mask"),
+        words=mask_words(rows.width),
     )
-    return [Launch(block_maxima_nan_greatest, rows), Launch(_sample, block)]
+    maxima = (
+        Launch(_masked_maxima, block) if block.mask else Launch(block_maxima_nan_greatest, rows)
+    )
+    return [maxima, Launch(_sample, block)]

@@ -149,7 +149,7 @@ def _exclude_top(ids, keys, weights, count, threshold):
 def _candidates(bits, width, maxima, blocks, k, ids, keys):
     """Write indices and keys of the k largest logits, or of all; returns their count."""
     if 0 < k < width:
-        return largest_keys(bits, width, maxima, blocks, k, ids, keys)
+        return largest_keys(bits, width, maxima, blocks, k, ids, keys, False, bits)
     for i in range(width):
         ids[i], keys[i] = i, sort_key(bits[i], MAX_KEY)
     return width

@@ -8,6 +8,7 @@ struct Biases {
     const int* ids;
     const float* bias;
     const int *allowed, *stop, *count, *min_tokens;
+    const int* mask;  // bitmaps of allowed ids, (width + 31) / 32 words a row; null for none
     int id_count, allowed_count, stop_count;
 };
 
@@ -36,6 +37,10 @@ extern "C" __global__ void bias_logits(const u8* x, i64 stride, float* out, cons
         int id = b.ids[n * b.id_count + j];
         if (first <= id && id < last) out[id] += b.bias[n * b.id_count + j];
     }
+    __syncthreads();
+    const int* mask = b.mask ? b.mask + n * ((width + 31) / 32) : nullptr;
+    for (int i = first + threadIdx.x; mask && i < last; i += blockDim.x)
+        if (!(mask[i / 32] >> (i % 32) & 1)) out[i] -= INFINITE;
     if (b.count[n] >= b.min_tokens[n]) return;
     __syncthreads();
     for (int j = threadIdx.x; j < b.stop_count; j += blockDim.x) {

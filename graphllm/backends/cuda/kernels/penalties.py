@@ -31,7 +31,9 @@ def bias_logits(ctx: KernelContext) -> Launch:
         "allowed_count": ctx.allowed.width,
         "stop_count": ctx.stop.width,
     }
-    addresses = {name: ctx.address(name) for name in (*lists, "bias", "count", "min_tokens")}
+    addresses = {
+        name: ctx.address(name) for name in (*lists, "bias", "count", "min_tokens", "mask")
+    }
     args = (x.address, x.row_stride, ctx.out.address, ctx.live_address(x.meta.rows), x.width,
             _BIASES.pack(**addresses, **sizes))  # fmt: skip
     return Launch(_MODULE["bias_logits"], _grid(ctx), (_THREADS,), args)

@@ -43,7 +43,7 @@ extern "C" __global__ void slice_maxima(const u8* x, i64 stride, int width, Sett
         int first = blockIdx.y * blockDim.x + threadIdx.x, step = gridDim.y * blockDim.x;
         for (int i = first; i < ZEROED; i += step) ((u64*)(wide + n))[i] = 0;
     }
-    Row row(x + n * stride, width, settings);
+    Row row(x, stride, n, width, settings);
     int slice = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * each;
     const int begin_at = slice * size, end = min(begin_at + each * size, width);
     u32 most = 0, at = 0;
@@ -60,7 +60,7 @@ extern "C" __global__ void slice_maxima(const u8* x, i64 stride, int width, Sett
         for (int j = 0; j < PIECES; j++) {
             const int i = first + j * WARP + lane;
             if (i - lane >= end) break;
-            const u32 key = i < end ? row.key_of(logits[j]) : 0;
+            const u32 key = i < end ? row.key_of(i, logits[j]) : 0;
             if (key > most) most = key, at = i;
             left -= WARP;
             if (left && i - lane + WARP < end) continue;
@@ -311,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const i64 rows = begin(live);
     i64 n = blockIdx.x;
     if (n >= rows) return;
-    Row row(x + n * stride, width, s);
+    Row row(x, stride, n, width, s);
     const u32 maximum = own_maximum(maxima, width);  // in flight with the settings
     Request a = request_of(s, n, width);
     if (a.wide ? !a.params.some : blockIdx.y) return;
@@ -345,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const i64 rows = begin(live);
     i64 n = blockIdx.x;
     if (n >= rows) return;
-    Row row(x + n * stride, width, s);
+    Row row(x, stride, n, width, s);
     Request a = request_of(s, n, width);
     if (!a.wide) return;
     wide += n;

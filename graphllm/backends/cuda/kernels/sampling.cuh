@@ -10,6 +10,7 @@ struct Settings {  // null: argmax, with NaN as the smallest value
     const float *top_p, *min_p;
     const i64* seed;
     const int *count, *sample_index;
+    const int* mask;  // bitmaps of allowed ids, (width + 31) / 32 words a row; null for none
 };
 
 #define KEY_OF_INFINITY 0xff800000u
@@ -18,16 +19,26 @@ struct Settings {  // null: argmax, with NaN as the smallest value
 struct Row {
     const float* x;
     int width;
-    u32 nan;  // key of NaN: above or below all others
+    u32 nan;          // key of NaN: above or below all others
+    const int* mask;  // bitmap of allowed ids, the others count as -infinity; null: all
 
-    __device__ __forceinline__ Row(const u8* x, int width, const Settings& settings)
-        : x((const float*)x), width(width), nan(settings.temperature ? 0xffffffffu : 1u) {}
+    __device__ __forceinline__ Row(const u8* x, i64 stride, i64 n, int width, const Settings& settings)
+        : x((const float*)(x + n * stride)),
+          width(width),
+          nan(settings.temperature ? 0xffffffffu : 1u),
+          mask(settings.mask ? settings.mask + n * ((width + 31) / 32) : nullptr) {}
     // NaN is above all others.
     __device__ __forceinline__ Row(const void* x, int width)
-        : x((const float*)x), width(width), nan(0xffffffffu) {}
+        : x((const float*)x), width(width), nan(0xffffffffu), mask(nullptr) {}
 
+    __device__ __forceinline__ bool excludes(int i) const {
+        return mask && !(mask[i / 32] >> (i % 32) & 1);
+    }
     // A key that is larger for larger values, never zero, and equal for both zeros.
-    __device__ __forceinline__ u32 key(int i) const { return key_of(x[i]); }
+    __device__ __forceinline__ u32 key(int i) const { return key_of(i, x[i]); }
+    __device__ __forceinline__ u32 key_of(int i, float v) const {
+        return excludes(i) ? KEY_OF_MINUS_INFINITY : key_of(v);
+    }
     __device__ __forceinline__ u32 key_of(float v) const {
         if (v != v) return nan;
         u32 bits = __float_as_uint(v + 0.f);
