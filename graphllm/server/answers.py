@@ -11,6 +11,7 @@ from ..engine.request import Completion
 from ..engine.step_result import TokenLogprobs
 from ..tokenizer import Tokenizer
 from .json_data import json_logprob
+from .tool_use import ToolUse
 
 Object = dict[str, Any]
 
@@ -112,14 +113,20 @@ class ChatAnswer(Answer):
     """As `Answer`, of ``/v1/chat/completions``."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    tools: ToolUse | None = None  # of the request, if it has any
 
     def choice(self, index: int, done: Completion, echo: str | None = None) -> Object:
-        message = {"role": "assistant", "content": done.text, "refusal": None}
+        message: Object = {"role": "assistant", "content": done.text, "refusal": None}
+        if self.tools is not None:
+            message |= self.tools.message(done.text)
+        finish = done.finish_reason
+        if self.tools is not None and message.get("tool_calls"):
+            finish = self.tools.finish_reason(finish)
         return {
             "index": index,
             "message": message,
             "logprobs": self.logprobs(done.logprobs) if done.logprobs else None,
-            "finish_reason": done.finish_reason,
+            "finish_reason": finish,
         }
 
     def first(self, index: int, echo: str | None = None) -> Object | None:
@@ -128,7 +135,10 @@ class ChatAnswer(Answer):
     def piece(
         self, index: int, text: str, tokens: Sequence[TokenLogprobs], finish: str | None = None
     ) -> Object:
-        return self._delta(index, {"content": text} if text else {}, tokens, finish)
+        delta: Object = {"content": text} if text else {}
+        if self.tools is not None:
+            delta, finish = self.tools.delta(index, text, finish)
+        return self._delta(index, delta, tokens, finish)
 
     def _delta(
         self, index: int, delta: Object, tokens: Sequence[TokenLogprobs] = (),

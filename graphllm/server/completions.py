@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,7 +15,7 @@ from starlette.types import ASGIApp
 
 from ..api.async_llm import AsyncLLM, AsyncRequest
 from ..engine.request import Completion
-from ..errors import GraphllmError
+from ..errors import GraphllmError, RequestError
 from .answers import Answer, ChatAnswer, Object, usage
 from .errors import ApiError, api_error
 from .fields import CHAT, COMPLETION, MAX_CHOICES, check_fields, sampling_settings
@@ -22,8 +23,10 @@ from .json_data import json_bytes
 from .metrics import Metrics
 from .request_body import read_json
 from .streaming import ClientDisconnected, EventStream, until_disconnect
+from .tool_use import chat_messages, tool_use
 
 MAX_PENDING = 1024  # choices of all requests that run or wait; more are refused
+_FIELDS = {"json_schema": "response_format", "grammar": "tools"}  # of requests, by `Sampling`'s
 # OpenAI's defaults, where they differ from those of `Sampling`. Penalties consider as many tokens
 # as the engine keeps.
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "penalty_last_n": -1}
@@ -90,18 +93,23 @@ class Completions:
         """``/v1/chat/completions``."""
         values = check_fields(CHAT, await read_json(request, self._max_body), "messages")
         self._check_common(values)
-        settings = _DEFAULTS | {"max_tokens": self._llm.llm.limits.context}
+        settings: dict[str, Any] = {**_DEFAULTS, "max_tokens": self._llm.llm.limits.context}
         settings |= sampling_settings(CHAT, values)
         if values.get("top_logprobs") and not values.get("logprobs"):
             raise ApiError(400, "top_logprobs needs logprobs = true", "top_logprobs")
         if values.get("logprobs"):
             settings["logprobs"] = values.get("top_logprobs", 0)
-        try:
-            ids = await asyncio.to_thread(self._llm.llm.encode_chat, values["messages"])
-        except Exception as error:
-            raise api_error(error, "messages") from None
         include_usage = values.get("stream_options", False)
         answer = ChatAnswer(self._name, self._llm.llm.tokenizer, include_usage)
+        try:
+            answer.tools = tool_use(values, self._llm.llm.template.source)
+            messages, variables = chat_messages(values["messages"], answer.tools)
+            encode = partial(self._llm.llm.encode_chat, messages, **variables)
+            ids = await asyncio.to_thread(encode)
+        except Exception as error:
+            raise api_error(error, "messages") from None
+        if answer.tools is not None:
+            settings["grammar"] = answer.tools.grammar
         job = _Job([ids], settings, answer)
         return await self._run(request, job, values.get("stream", False), "messages")
 
@@ -144,6 +152,9 @@ class Completions:
             )
         except ClientDisconnected:
             raise
+        except RequestError as error:
+            field = _FIELDS.get(error.argument or "")
+            raise (ApiError(400, str(error), field) if field else api_error(error, param)) from None
         except Exception as error:
             raise api_error(error, param) from None
         finally:

@@ -22,6 +22,7 @@ from ..arguments import (
     token_ids,
 )
 from .errors import ApiError
+from .tools import response_format_field, tool_choice_field, tools_field
 
 MAX_CHOICES = 128  # of a request: prompts times n, as OpenAI limits n
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024  # stop strings of a request, and characters of each
@@ -143,8 +144,8 @@ _COMMON = {
     "min_tokens": Field(Integer(0, _COUNT), "min_tokens"),
     "ignore_eos": Field(flag, "ignore_eos"),
     "stop_token_ids": Field(token_ids, "stop_ids"),
+    "response_format": Field(response_format_field, "json_schema"),
     # What would change the answer.
-    "response_format": Field(Unsupported(({"type": "text"},))),
     "json_schema": Field(Unsupported()),
     "grammar": Field(Unsupported(("",))),
     "guided_json": Field(Unsupported()),
@@ -157,8 +158,9 @@ CHAT = _COMMON | {
     "max_completion_tokens": Field(Integer(1, _COUNT), "max_tokens"),
     "logprobs": Field(flag),
     "top_logprobs": Field(Integer(0, _TOP_LOGPROBS)),
-    "tools": Field(Unsupported(([],))),
-    "tool_choice": Field(Unsupported(("none", "auto"))),
+    "tools": Field(tools_field),
+    "tool_choice": Field(tool_choice_field),
+    "parallel_tool_calls": Field(flag),
     "functions": Field(Unsupported(([],))),
     "function_call": Field(Unsupported(("none", "auto"))),
     "modalities": Field(Unsupported((["text"],))),

@@ -1,0 +1,226 @@
+"""Parser of tool calls in answers, piece by piece; any other text passes through unchanged."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from .tools import ToolFormat
+
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+_KEYS = {"name", "arguments", "parameters", "id", "type"}
+_FIRST_KEY = re.compile(r'\{\s*"([^"]*)"')
+
+
+@dataclass
+class ToolCall:
+    """A call, or what a piece of an answer adds to one.
+
+    Attributes:
+        index: number of the call in the answer.
+        name: name of the function; empty if an earlier piece had it.
+        arguments: JSON text, or the next part of it.
+    """
+
+    index: int
+    name: str
+    arguments: str
+
+
+class ToolCallParser:
+    """Splits an answer into text and tool calls.
+
+    The arguments of a call are passed on as they come, once its name is known. What cannot be a
+    call of one of the functions is text.
+
+    Args:
+        form: format of the calls.
+        names: names of the functions.
+
+    Attributes:
+        calls: number of complete calls so far.
+    """
+
+    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
+        self._form, self._names = form, set(names)
+        self.calls = 0
+        self._rest = ""  # not parsed yet
+        self._state = self._text if form.anywhere else self._opening
+        self._begun = ""  # what precedes the call that is being read
+        self._in_text = False  # whether text came since the last call
+        self._scanner = _ValueScanner()
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Return the text and the parts of calls that ``text`` completes."""
+        return self._run(text, last=False)
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """Return what was held back, at the end of the answer."""
+        return self._run("", last=True)
+
+    def _run(self, text: str, last: bool) -> tuple[str, list[ToolCall]]:
+        self._rest += text
+        self._found, self._calls = list[str](), list[ToolCall]()
+        while self._state(last):
+            pass
+        return "".join(self._found), self._calls
+
+    # Each state consumes some of the rest, and returns whether another one goes on with it.
+    def _text(self, last: bool) -> bool:
+        """Text up to the beginning of a call. White space alone before a call is no text."""
+        rest, begin = self._rest, self._form.begin
+        at = rest.find(begin)
+        end = at if at >= 0 else len(rest) - (0 if last else _overlap(rest, begin))
+        before = rest[:end]
+        if before.strip() or self._in_text or (last and not self.calls):
+            self._found.append(before)
+            self._in_text = True
+        elif at < 0:
+            return False
+        self._rest = rest[end:]
+        if at < 0:
+            return False
+        self._begun, self._rest = begin, self._rest[len(begin) :]
+        self._state = self._head
+        return True
+
+    def _opening(self, last: bool) -> bool:
+        """The beginning of an answer that may be calls as a whole."""
+        shown, opening = "".join(self._rest.split()), self._form.begin + "{"
+        if shown.startswith(opening):
+            at = self._rest.index("{")
+            self._begun, self._rest = self._rest[:at], self._rest[at:]
+            self._state = self._head
+            return True
+        if last or not opening.startswith(shown):
+            self._state = self._passing
+            return True
+        return False
+
+    def _passing(self, last: bool) -> bool:
+        """Text up to the end."""
+        self._found.append(self._rest)
+        self._rest = ""
+        return False
+
+    def _head(self, last: bool) -> bool:
+        """A call up to its arguments; or the whole call, if its keys come in another order."""
+        rest = self._rest.lstrip()
+        found = _HEAD.match(rest)
+        if found is not None and found.end() < len(rest):
+            if found[1] not in self._names:
+                return self._not_a_call()
+            self._calls.append(ToolCall(self.calls, found[1], ""))
+            self._rest, self._scanner = rest[found.end() :], _ValueScanner()
+            self._state = self._arguments
+            return True
+        key = _FIRST_KEY.match(rest)
+        if (rest and rest[0] != "{") or (key is not None and key[1] not in _KEYS):
+            return self._not_a_call()
+        size = _ValueScanner().size(rest)
+        if size is None:
+            return self._not_a_call() if last else False
+        if found is not None and not last:
+            return False
+        try:
+            call = json.loads(rest[:size])
+            name, arguments = call["name"], call.get("arguments", call.get("parameters"))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return self._not_a_call()
+        if name not in self._names or not isinstance(arguments, dict):
+            return self._not_a_call()
+        self._calls.append(ToolCall(self.calls, name, json.dumps(arguments, ensure_ascii=False)))
+        self.calls += 1
+        self._rest, self._state, self._in_text = rest[size:], self._after, False
+        return True
+
+    def _not_a_call(self) -> bool:
+        self._rest = self._begun + self._rest
+        if not self._form.anywhere:
+            self._state = self._passing
+            return True
+        self._found.append(self._begun)
+        self._rest, self._in_text = self._rest[len(self._begun) :], True
+        self._state = self._text
+        return True
+
+    def _arguments(self, last: bool) -> bool:
+        """The arguments of a call, as they come."""
+        size = self._scanner.size(self._rest)
+        part = self._rest if size is None else self._rest[:size]
+        if part:
+            self._calls.append(ToolCall(self.calls, "", part))
+        self._rest = self._rest[len(part) :]
+        if size is None:
+            return False
+        self.calls += 1
+        self._state, self._in_text = self._closing, False
+        return True
+
+    def _closing(self, last: bool) -> bool:
+        """What follows the arguments of a call, up to its brace."""
+        at = self._rest.find("}")
+        self._rest = self._rest[at + 1 :] if at >= 0 else ""
+        self._state = self._after if at >= 0 else self._closing
+        return at >= 0
+
+    def _after(self, last: bool) -> bool:
+        """What follows a call: its end, or the next one of a list."""
+        rest, end = self._rest.lstrip(), self._form.end
+        between = "," if self._form.listed else ";"
+        if rest.startswith(between) and not self._form.anywhere:
+            self._rest, self._begun, self._state = rest[1:], between, self._head
+            return bool(rest[1:].strip())
+        if end and rest.startswith(end):
+            self._rest = rest[len(end) :]
+            self._state = self._text if self._form.anywhere else self._trailing
+            return True
+        if not last and (not rest or end.startswith(rest)):
+            return False
+        self._state = self._text if self._form.anywhere else self._trailing
+        return True
+
+    def _trailing(self, last: bool) -> bool:
+        """Text after a list of calls."""
+        if self._rest.strip():
+            return self._passing(last)
+        return False
+
+
+class _ValueScanner:
+    """Finds the end of a JSON value whose text comes in parts."""
+
+    def __init__(self) -> None:
+        self._depth, self._quoted, self._escaped = 0, False, False
+
+    def size(self, text: str) -> int | None:
+        """Return the number of characters up to the end of the value; None if it goes on."""
+        for at, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped = character == "\\"
+                self._quoted = character != '"'
+                if not self._quoted and not self._depth:
+                    return at + 1
+            elif character == '"':
+                self._quoted = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return at + 1 if self._depth == 0 else at
+            elif character in "," and not self._depth:
+                return at
+        return None
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Return how many of the last characters may be the beginning of ``marker``."""
+    for size in range(min(len(text), len(marker) - 1), 0, -1):
+        if marker.startswith(text[-size:]):
+            return size
+    return 0

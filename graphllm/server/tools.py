@@ -1,0 +1,213 @@
+"""Tools of chat requests: their fields, the formats of calls by chat template, and grammars."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..arguments import flag, invalid_argument, mapping
+from .errors import ApiError
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+# As `engine.grammar` has it for JSON schemas.
+_SPACING = {"x-guidance": {"whitespace_pattern": r" |\n[ \t]{0,20}"}}
+
+Tool = dict[str, Any]
+Messages = list[dict[str, Any]]
+
+
+# -- fields
+def tools_field(name: str, value: Any) -> list[Tool]:
+    """A list of tools of type ``function``, as OpenAI's API has them."""
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise invalid_argument(name, value, f"a list of at most {MAX_TOOLS} tools")
+    found = [_tool(f"{name}[{index}]", tool) for index, tool in enumerate(value)]
+    names = [tool["function"]["name"] for tool in found]
+    for index, each in enumerate(names):
+        if each in names[:index]:
+            raise ApiError(400, f"{name}: two tools have the name {each!r}", name)
+    return found
+
+
+def _tool(where: str, value: Any) -> Tool:
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind != "function":
+        raise ApiError(400, f'{where}.type must be "function"', "tools")
+    given = mapping(f"{where}.function", value.get("function"))
+    own = given.get("name")
+    if not isinstance(own, str) or not _NAME.fullmatch(own):
+        text = f"{where}.function.name must have 1 to 64 letters, digits, underscores or hyphens"
+        raise ApiError(400, text, "tools")
+    made: Tool = {"name": own}
+    if given.get("description") is not None:
+        if not isinstance(given["description"], str):
+            raise ApiError(400, f"{where}.function.description must be a string", "tools")
+        made["description"] = given["description"]
+    if given.get("strict") is not None:
+        flag(f"{where}.function.strict", given["strict"])
+    parameters = given.get("parameters")
+    checked = _NO_ARGUMENTS if parameters is None else parameters
+    made["parameters"] = mapping(f"{where}.function.parameters", checked)
+    return {"type": "function", "function": made}
+
+
+def tool_choice_field(name: str, value: Any) -> str | Tool:
+    """``none``, ``auto``, ``required``, or an object that names a function."""
+    if value in ("none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, Mapping) else None
+    if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+        return {"name": function["name"]}
+    text = f'{name} must be "none", "auto", "required" or an object that names a function'
+    raise ApiError(400, text, name)
+
+
+def response_format_field(name: str, value: Any) -> Any:
+    """The JSON schema that ``response_format`` asks for; None for text."""
+    given = mapping(name, value)
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind != "json_schema":
+        raise ApiError(400, f"{name}.type must be text, json_object or json_schema", name)
+    own = mapping(f"{name}.json_schema", given.get("json_schema"))
+    if own.get("strict") is not None:
+        flag(f"{name}.json_schema.strict", own["strict"])
+    return mapping(f"{name}.json_schema.schema", own.get("schema"))
+
+
+# -- formats
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a chat template writes tool calls, each an object with a name and arguments.
+
+    Attributes:
+        name: name of the format.
+        begin, end: what encloses a call, or all calls if they are a list; control tokens, which
+            answers do not show, are left out.
+        key: key of the arguments.
+        listed: whether the calls are one JSON list.
+        anywhere: whether text may precede the calls.
+    """
+
+    name: str
+    begin: str
+    end: str
+    key: str = "arguments"
+    listed: bool = False
+    anywhere: bool = False
+
+
+HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", anywhere=True)  # Qwen, too
+MISTRAL = ToolFormat("mistral", "[", "]", listed=True)  # after the control token [TOOL_CALLS]
+LLAMA3 = ToolFormat("llama3", "", "", key="parameters")
+
+# What a template contains, in order of precedence, and its format; None: it is not supported.
+_FORMATS: tuple[tuple[str, ToolFormat | None], ...] = (
+    ("<arg_key>", None),  # GLM
+    ("<function=", None),  # Qwen3-Coder
+    ("[ARGS]", None),  # Mistral from version 11 of its tokenizer on
+    ("<｜tool▁call▁begin｜>", None),  # DeepSeek
+    ("<|channel|>", None),  # gpt-oss
+    ("<tool_call>", HERMES),
+    ("[TOOL_CALLS]", MISTRAL),
+    ("<|python_tag|>", LLAMA3),
+)
+
+
+def find_format(template: str) -> tuple[ToolFormat, bool]:
+    """Return the format of a template's tool calls, and whether the template describes the tools.
+
+    A template without tools gets `HERMES`, and `with_tool_texts` describes the tools. ApiError: the
+    format is not supported.
+    """
+    for sign, form in _FORMATS:
+        if sign in template and "tool" in template:
+            if form is None:
+                text = f"the format of tool calls of this model ({sign}) is not supported"
+                raise ApiError(400, text, "tools", "unsupported_value")
+            return form, True
+    return HERMES, False
+
+
+def with_tool_texts(messages: Messages, tools: Sequence[Tool]) -> Messages:
+    """Return the messages for a template without tools: descriptions, calls and results as text."""
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    about = (
+        f"You can call these functions:\n{listed}\nTo call one, answer with\n<tool_call>\n"
+        '{"name": NAME, "arguments": OBJECT}\n</tool_call>'
+    )
+    made = [_as_text(message) for message in messages]
+    if made and made[0].get("role") == "system" and isinstance(made[0].get("content"), str):
+        first = {**made[0], "content": f"{made[0]['content']}\n\n{about}"}
+        return [first, *made[1:]]
+    return [{"role": "system", "content": about}, *made]
+
+
+def _as_text(message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return message  # an error of the template's checks
+    content = message.get("content")
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    texts = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+    listed = "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+    return {"role": message.get("role"), "content": f"{content}\n{listed}" if content else listed}
+
+
+def with_parsed_arguments(messages: list[Any]) -> list[Any]:
+    """Return the messages with the arguments of earlier tool calls as objects, as templates expect.
+
+    ApiError: a call is malformed.
+    """
+    return [_parsed(f"messages[{i}]", each) for i, each in enumerate(messages)]
+
+
+def _parsed(where: str, message: Any) -> Any:
+    if not isinstance(message, Mapping) or not message.get("tool_calls"):
+        return message
+    calls, made = message["tool_calls"], []
+    for call in calls if isinstance(calls, list) else [{}]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        try:
+            name, arguments = function["name"], function["arguments"]  # type: ignore[index]
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments or "{}")
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                raise TypeError
+        except (KeyError, TypeError, ValueError, RecursionError):
+            text = f"{where}.tool_calls must be calls of functions with a JSON object as arguments"
+            raise ApiError(400, text, "messages") from None
+        made.append({**call, "function": {"name": name, "arguments": arguments}})
+    return {**message, "tool_calls": made}
+
+
+# -- grammars
+def call_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool) -> str:
+    """Return the Lark grammar of answers that call one of ``tools``, or several times if so."""
+    rules = []
+    for index, tool in enumerate(tools):
+        own = tool["function"]
+        head = json.dumps(f'{{"name": "{own["name"]}", "{form.key}": ')
+        schema = json.dumps({**own["parameters"], **_SPACING})
+        rules.append(f'call_{index}: {head} %json {schema} "}}"')
+    some = " | ".join(f"call_{index}" for index in range(len(tools)))
+    if form.listed:
+        start = '"[" call ("," " "? call)* "]"' if several else '"[" call "]"'
+    elif form.begin:
+        begin, end = json.dumps(form.begin + "\n"), json.dumps("\n" + form.end)
+        one = f"{begin} call {end}"
+        start = f'{one} ("\\n" {one})*' if several else one
+    else:
+        start = 'call (";" " "? call)*' if several else "call"
+    return "\n".join([f"start: {start}", f"call: {some}", *rules])

@@ -1,0 +1,119 @@
+"""Tool calls in answers: formats of chat templates, any split into pieces, and text left alone."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from graphllm.server.tool_call_parser import ToolCallParser
+from graphllm.server.tools import HERMES, LLAMA3, MISTRAL, ToolFormat, call_grammar, find_format
+
+NAMES = ("add", "get_time")
+ONE = '{"name": "add", "arguments": {"a": 1, "text": "} \\" ]é</tool_call>"}}'
+TWO = '{"name":"get_time","arguments":{}}'
+ADD, TIME = ("add", {"a": 1, "text": '} " ]é</tool_call>'}), ("get_time", {})
+TURNED = '{"arguments": {"a": 2}, "name": "add"}'
+
+
+def parse(form: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str]], int]:
+    """Text, calls as (name, JSON text), and the number of complete calls."""
+    parser = ToolCallParser(form, NAMES)
+    shown, calls = "", dict[int, list[str]]()
+    for text, parts in [*map(parser.push, pieces), parser.finish()]:
+        shown += text
+        for part in parts:
+            own = calls.setdefault(part.index, [part.name, ""])
+            assert part.name in ("", own[0])
+            own[1] += part.arguments
+    return shown, [(name, text) for name, text in calls.values()], parser.calls
+
+
+@pytest.mark.parametrize("form, answer, shown, calls", [
+    (HERMES, f"<tool_call>\n{ONE}\n</tool_call>", "", [ADD]),
+    (HERMES, f"\n\n<tool_call>{ONE}</tool_call>\n<tool_call>\n{TWO}\n</tool_call>\n", "",
+     [ADD, TIME]),
+    (HERMES, f"I add.\n<tool_call>{TURNED}</tool_call> Done <b>.", "I add.\n Done <b>.",
+     [("add", {"a": 2})]),
+    (HERMES, f"<tool_call>{ONE}", "", [ADD]),
+    (HERMES, "a <tool b> <tool_call", "a <tool b> <tool_call", []),
+    (HERMES, '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
+     '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', []),
+    (HERMES, "<tool_call>[1]</tool_call>x", "<tool_call>[1]</tool_call>x", []),
+    (HERMES, ONE, ONE, []),
+    (HERMES, "  \n", "  \n", []),
+    (MISTRAL, f" [{ONE}, {TWO}]", "", [ADD, TIME]),
+    (MISTRAL, f"[ {TURNED} ]", "", [("add", {"a": 2})]),
+    (MISTRAL, '[{"id": 1}]', '[{"id": 1}]', []),
+    (MISTRAL, "[INST] a [1]", "[INST] a [1]", []),
+    (LLAMA3, ONE.replace("arguments", "parameters"), "", [ADD]),
+    (LLAMA3, f"{TWO}; {ONE}", "", [TIME, ADD]),
+    (LLAMA3, '{"name": "Ada", "age": 3}', '{"name": "Ada", "age": 3}', []),
+    (LLAMA3, '{"name": "add", "arguments"', '{"name": "add", "arguments"', []),
+    (LLAMA3, " plain { text }", " plain { text }", []),
+])  # fmt: skip
+def test_calls_and_text(form, answer, shown, calls):
+    """However the answer is split into pieces."""
+    rng = random.Random(0)
+    whole = parse(form, [answer])
+    assert (whole[0], [(name, json.loads(text)) for name, text in whole[1]]) == (shown, calls)
+    assert whole[2] == len(calls)
+    assert parse(form, list(answer)) == whole
+    for _ in range(20):
+        cuts = sorted(rng.randrange(len(answer) + 1) for _ in range(4))
+        pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)])]
+        assert parse(form, pieces) == whole
+
+
+def test_arguments_come_as_they_are_written():
+    parser = ToolCallParser(HERMES, NAMES)
+    assert parser.push('Hm <tool_call>{"name": "add", "arguments": {"a"')[0] == "Hm "
+    _, (part,) = parser.push(": 1")
+    assert (part.index, part.name, part.arguments) == (0, "", ": 1") and not parser.calls
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA3])
+@pytest.mark.parametrize("several", [False, True])
+def test_grammars_give_calls_that_are_parsed(form, several):
+    """Texts that the grammar accepts are calls, and others are refused."""
+    llguidance = pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}}
+             for name in NAMES]  # fmt: skip
+    grammar = llguidance.LLMatcher.grammar_from_lark(call_grammar(form, tools, several))
+
+    class Bytes:
+        eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
+        tokens = (*(bytes([i]) for i in range(256)), b"<eos>")
+
+        def __call__(self, text: str) -> list[int]:
+            return list(text.encode())
+
+    own = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
+
+    def accepts(text: str) -> bool:
+        matcher = llguidance.LLMatcher(own, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+    call = f'{{"name": "add", "{form.key}": {{"a": 1}}}}'
+    if form is MISTRAL:
+        one, two = f"[{call}]", f"[{call}, {call}]"
+    else:
+        begin, end = (f"{form.begin}\n", f"\n{form.end}") if form.begin else ("", "")
+        one = begin + call + end
+        two = one + ("\n" if form.begin else "; ") + one
+    assert accepts(one) and accepts(two) == several
+    assert not accepts(one.replace("1", '"1"')) and not accepts("Hello")
+    for text, count in ((one, 1), (two, 2)):
+        assert [name for name, _ in parse(form, [text])[1]] == ["add"] * count
+
+
+def test_formats_of_templates():
+    assert find_format("{% if tools %}<tool_call>{% endif %}") == (HERMES, True)
+    assert find_format("tools [TOOL_CALLS]") == (MISTRAL, True)
+    assert find_format("tools <|python_tag|>") == (LLAMA3, True)
+    assert find_format("{{ messages }}") == (HERMES, False)
+    with pytest.raises(Exception, match=r"format of tool calls of this model \(<arg_key>\) is not"):
+        find_format("tools <tool_call> <arg_key>")
