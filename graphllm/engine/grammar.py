@@ -139,7 +139,11 @@ class _Vocabulary:
     def start(self, grammar: Grammar) -> llguidance.LLMatcher:
         """Return the state of a grammar before its first token. RequestError: it is invalid."""
         with self._lock:
-            found = self._compiled.pop(grammar, None) or self._compile(grammar)
+            found = self._compiled.get(grammar)
+        if found is None:
+            found = self._compile(grammar)  # without the lock: it may take a second
+        with self._lock:
+            self._compiled.pop(grammar, None)
             self._compiled[grammar] = found  # at the end: it was used last
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)

@@ -10,8 +10,8 @@ from typing import Any
 from ..engine.request import Completion
 from ..engine.step_result import TokenLogprobs
 from ..tokenizer import Tokenizer
+from .chat_text import ChatText
 from .json_data import json_logprob
-from .tool_use import ToolUse
 
 Object = dict[str, Any]
 
@@ -113,18 +113,19 @@ class ChatAnswer(Answer):
     """As `Answer`, of ``/v1/chat/completions``."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
-    tools: ToolUse | None = None  # of the request, if it has any
+
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, text: ChatText, include_usage: bool = False
+    ) -> None:
+        """As `Answer`; ``text`` splits the answers."""
+        super().__init__(model, tokenizer, include_usage)
+        self._chat_text = text
 
     def choice(self, index: int, done: Completion, echo: str | None = None) -> Object:
-        message: Object = {"role": "assistant", "content": done.text, "refusal": None}
-        if self.tools is not None:
-            message |= self.tools.message(done.text)
-        finish = done.finish_reason
-        if self.tools is not None and message.get("tool_calls"):
-            finish = self.tools.finish_reason(finish)
+        message, finish = self._chat_text.message(done.text, done.finish_reason)
         return {
             "index": index,
-            "message": message,
+            "message": {"role": "assistant", **message, "refusal": None},
             "logprobs": self.logprobs(done.logprobs) if done.logprobs else None,
             "finish_reason": finish,
         }
@@ -135,9 +136,7 @@ class ChatAnswer(Answer):
     def piece(
         self, index: int, text: str, tokens: Sequence[TokenLogprobs], finish: str | None = None
     ) -> Object:
-        delta: Object = {"content": text} if text else {}
-        if self.tools is not None:
-            delta, finish = self.tools.delta(index, text, finish)
+        delta, finish = self._chat_text.delta(index, text, finish)
         return self._delta(index, delta, tokens, finish)
 
     def _delta(

@@ -17,13 +17,13 @@ from ..api.async_llm import AsyncLLM, AsyncRequest
 from ..engine.request import Completion
 from ..errors import GraphllmError, RequestError
 from .answers import Answer, ChatAnswer, Object, usage
+from .chat_text import chat_messages, chat_text, tool_use
 from .errors import ApiError, api_error
 from .fields import CHAT, COMPLETION, MAX_CHOICES, check_fields, sampling_settings
 from .json_data import json_bytes
 from .metrics import Metrics
 from .request_body import read_json
 from .streaming import ClientDisconnected, EventStream, until_disconnect
-from .tool_use import chat_messages, tool_use
 
 MAX_PENDING = 1024  # choices of all requests that run or wait; more are refused
 _FIELDS = {"json_schema": "response_format", "grammar": "tools"}  # of requests, by `Sampling`'s
@@ -100,16 +100,19 @@ class Completions:
         if values.get("logprobs"):
             settings["logprobs"] = values.get("top_logprobs", 0)
         include_usage = values.get("stream_options", False)
-        answer = ChatAnswer(self._name, self._llm.llm.tokenizer, include_usage)
+        llm = self._llm.llm
         try:
-            answer.tools = tool_use(values, self._llm.llm.template.source)
-            messages, variables = chat_messages(values["messages"], answer.tools)
-            encode = partial(self._llm.llm.encode_chat, messages, **variables)
-            ids = await asyncio.to_thread(encode)
+            tools = tool_use(values, llm.template.source)
+            messages, variables = chat_messages(values["messages"], tools)
+            ids = await asyncio.to_thread(partial(llm.encode_chat, messages, **variables))
         except Exception as error:
             raise api_error(error, "messages") from None
-        if answer.tools is not None:
-            settings["grammar"] = answer.tools.grammar
+        if tools is not None:
+            settings["grammar"] = tools.grammar
+        restricted = any(settings.get(name) is not None for name in _FIELDS)
+        end = llm.tokenizer.decode(ids[-16:], skip_special=False)
+        text = chat_text(llm.template.source, end, tools, restricted)
+        answer = ChatAnswer(self._name, llm.tokenizer, text, include_usage)
         job = _Job([ids], settings, answer)
         return await self._run(request, job, values.get("stream", False), "messages")
 

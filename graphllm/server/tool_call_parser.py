@@ -72,7 +72,7 @@ class ToolCallParser:
         """Text up to the beginning of a call. White space alone before a call is no text."""
         rest, begin = self._rest, self._form.begin
         at = rest.find(begin)
-        end = at if at >= 0 else len(rest) - (0 if last else _overlap(rest, begin))
+        end = at if at >= 0 else len(rest) - (0 if last else overlap(rest, begin))
         before = rest[:end]
         if before.strip() or self._in_text or (last and not self.calls):
             self._found.append(before)
@@ -218,7 +218,7 @@ class _ValueScanner:
         return None
 
 
-def _overlap(text: str, marker: str) -> int:
+def overlap(text: str, marker: str) -> int:
     """Return how many of the last characters may be the beginning of ``marker``."""
     for size in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[-size:]):

@@ -90,7 +90,10 @@ def test_models_chat_and_completions(client):
     )  # fmt: skip
     *chunks, last = list(parts)
     assert "".join(each.choices[0].text for each in chunks) == whole.choices[0].text
-    assert last.usage.total_tokens == whole.usage.total_tokens and len(whole.choices[0].logprobs.tokens) <= 5
+    assert (
+        last.usage.total_tokens == whole.usage.total_tokens
+        and len(whole.choices[0].logprobs.tokens) <= 5
+    )
 
 
 def test_structured_output(client):

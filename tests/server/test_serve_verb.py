@@ -36,7 +36,7 @@ def test_a_server_until_it_is_terminated(model, tmp_path):
     assert found, ready
     connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
     headers = {"Authorization": "Bearer second", "Content-Type": "application/json"}
-    body = json.dumps({"prompt": "hello", "max_tokens": 2, "model": "mine"})
+    body = json.dumps({"prompt": "hello", "max_tokens": 2, "model": "mine", "ignore_eos": True})
     connection.request("POST", "/v1/completions", body, headers)
     response = connection.getresponse()
     assert response.status == 200 and json.load(response)["usage"]["completion_tokens"] == 2

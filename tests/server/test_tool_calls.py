@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from graphllm.server.reasoning import ReasoningParser
 from graphllm.server.tool_call_parser import ToolCallParser
 from graphllm.server.tools import HERMES, LLAMA3, MISTRAL, ToolFormat, call_grammar, find_format
 
@@ -64,6 +65,20 @@ def test_calls_and_text(form, answer, shown, calls):
         cuts = sorted(rng.randrange(len(answer) + 1) for _ in range(4))
         pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)])]
         assert parse(form, pieces) == whole
+
+
+@pytest.mark.parametrize("begun, answer, reasoning, content", [
+    (False, "<think>\nI add.\n</think>\n\nIt is <5>.", "\nI add.\n", "It is <5>."),
+    (True, "I </thin add.</think>Yes", "I </thin add.", "Yes"),
+    (True, "cut off </thi", "cut off </thi", ""),
+    (False, " <thin> no </think>", "", " <thin> no </think>"),
+    (False, "<th", "", "<th"),
+])  # fmt: skip
+def test_reasoning(begun, answer, reasoning, content):
+    for pieces in ([answer], list(answer), [answer[:9], answer[9:]]):
+        parser = ReasoningParser(begun)
+        found = [*map(parser.push, pieces), parser.push("", last=True)]
+        assert ["".join(each) for each in zip(*found)] == [reasoning, content]
 
 
 def test_arguments_come_as_they_are_written():

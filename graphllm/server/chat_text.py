@@ -1,12 +1,14 @@
-"""Tools of one chat request: what its prompt gets, and how its answers show calls."""
+"""The text of chat answers: reasoning, and calls of the tools that a request has."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from .errors import ApiError
+from .reasoning import BEGIN, END, ReasoningParser
 from .tool_call_parser import ToolCall, ToolCallParser
 from .tools import (
     Messages,
@@ -38,7 +40,6 @@ class ToolUse:
     ) -> None:
         self._tools, self._choice, self._several = tools, choice, several
         self._form, self._described = find_format(template)
-        self._parsers: dict[int, ToolCallParser] = {}  # by choice
 
     def prompt(self, messages: Messages) -> tuple[Messages, Object]:
         """Return the messages and the variables of the template that describe the tools."""
@@ -56,22 +57,51 @@ class ToolUse:
             tools = [t for t in tools if t["function"]["name"] == self._choice["name"]]
         return call_grammar(self._form, tools, self._several and self._choice == "required")
 
-    def _parser(self) -> ToolCallParser:
+    def parser(self) -> ToolCallParser:
+        """Return a parser for one answer."""
         return ToolCallParser(self._form, [tool["function"]["name"] for tool in self._tools])
 
-    def message(self, text: str) -> Object:
-        """Return the content and the calls of a whole answer."""
-        parser = self._parser()
-        before, parts = parser.push(text)
-        rest, more = parser.finish()
+    def finish_reason(self, reason: str) -> str:
+        """Return the finish_reason of an answer with calls, as OpenAI's API has it."""
+        named = not isinstance(self._choice, str)
+        return "tool_calls" if reason == "stop" and not named else reason
+
+
+class ChatText:
+    """Splits the texts of a request's answers into reasoning, content and tool calls.
+
+    Args:
+        tools: the tools of the request, if any.
+        reasoning: whether answers begin with reasoning: a parser for one answer; None if not.
+    """
+
+    def __init__(
+        self, tools: ToolUse | None = None, reasoning: Callable[[], ReasoningParser] | None = None
+    ) -> None:
+        self._tools, self._reasoning = tools, reasoning
+        self._answers: dict[int, _AnswerText] = {}  # by choice
+
+    def _answer(self) -> _AnswerText:
+        return _AnswerText(
+            self._reasoning() if self._reasoning else None,
+            self._tools.parser() if self._tools else None,
+        )
+
+    def message(self, text: str, finish: str) -> tuple[Object, str]:
+        """Return the fields of a message with a whole answer, and its finish_reason."""
+        answer = self._answer()
+        reasoning, content, parts = answer.push(text, last=True)
+        made: Object = {"content": content}
+        if reasoning:
+            made["reasoning_content"] = reasoning
         calls = dict[int, ToolCall]()
-        for part in (*parts, *more):
+        for part in parts:
             known = calls.setdefault(part.index, ToolCall(part.index, part.name, ""))
             known.arguments += part.arguments
-        if not calls:
-            return {"content": text}
-        listed = [_call(call) for call in calls.values()]
-        return {"content": before + rest or None, "tool_calls": listed}
+        if calls:
+            made["content"] = content or None
+            made["tool_calls"] = [_call(call) for call in calls.values()]
+        return made, self._finish(answer, finish)
 
     def delta(self, index: int, text: str, finish: str | None) -> tuple[Object, str | None]:
         """Return what new text adds to a choice, and its finish_reason.
@@ -81,22 +111,39 @@ class ToolUse:
             text: the new text.
             finish: finish_reason; the text is the last one.
         """
-        parser = self._parsers.setdefault(index, self._parser())
-        shown, calls = parser.push(text)
-        if finish is not None:
-            rest, more = parser.finish()
-            shown, calls = shown + rest, [*calls, *more]
-        if finish is not None and parser.calls:
-            finish = self.finish_reason(finish)
-        made: Object = {"content": shown} if shown else {}
+        answer = self._answers.setdefault(index, self._answer())
+        reasoning, content, calls = answer.push(text, last=finish is not None)
+        made: Object = {"content": content} if content else {}
+        if reasoning:
+            made["reasoning_content"] = reasoning
         if calls:
             made["tool_calls"] = [{"index": call.index, **_call(call)} for call in calls]
-        return made, finish
+        return made, self._finish(answer, finish) if finish is not None else None
 
-    def finish_reason(self, reason: str) -> str:
-        """Return the finish_reason of an answer with calls, as OpenAI's API has it."""
-        named = not isinstance(self._choice, str)
-        return "tool_calls" if reason == "stop" and not named else reason
+    def _finish(self, answer: _AnswerText, reason: str) -> str:
+        return self._tools.finish_reason(reason) if self._tools and answer.has_calls else reason
+
+
+class _AnswerText:
+    """The parsers of one answer, and whether it has complete tool calls."""
+
+    def __init__(self, reasoning: ReasoningParser | None, calls: ToolCallParser | None) -> None:
+        self._reasoning, self._calls = reasoning, calls
+
+    @property
+    def has_calls(self) -> bool:
+        return self._calls is not None and self._calls.calls > 0
+
+    def push(self, text: str, last: bool) -> tuple[str, str, list[ToolCall]]:
+        """Return new reasoning, content and parts of calls."""
+        reasoning, content = self._reasoning.push(text, last) if self._reasoning else ("", text)
+        if self._calls is None:
+            return reasoning, content, []
+        content, parts = self._calls.push(content)
+        if last:
+            rest, more = self._calls.finish()
+            content, parts = content + rest, [*parts, *more]
+        return reasoning, content, parts
 
 
 def _call(call: ToolCall) -> Object:
@@ -129,3 +176,17 @@ def chat_messages(messages: list[Any], tools: ToolUse | None) -> tuple[list[Any]
     """Return the messages of a chat for its template, and further variables of the template."""
     parsed = with_parsed_arguments(messages)
     return (parsed, {}) if tools is None else tools.prompt(parsed)
+
+
+def chat_text(template: str, prompt_end: str, tools: ToolUse | None, grammar: bool) -> ChatText:
+    """Return what splits the answers of a chat.
+
+    Args:
+        template: source of the chat template, which shows whether the model reasons.
+        prompt_end: last characters of the prompt.
+        tools: the tools of the request, if any.
+        grammar: whether answers match a grammar, so that they have no reasoning.
+    """
+    if grammar or END not in template:
+        return ChatText(tools)
+    return ChatText(tools, partial(ReasoningParser, prompt_end.rstrip().endswith(BEGIN)))

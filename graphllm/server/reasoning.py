@@ -1,0 +1,55 @@
+"""Reasoning of an answer: what a model writes between ``<think>`` and ``</think>`` first."""
+
+from __future__ import annotations
+
+from .tool_call_parser import overlap
+
+BEGIN, END = "<think>", "</think>"
+
+
+class ReasoningParser:
+    """Splits an answer into reasoning and the rest, piece by piece.
+
+    Args:
+        begun: whether the prompt ends with the beginning of the reasoning.
+    """
+
+    def __init__(self, begun: bool) -> None:
+        self._rest = ""  # not parsed yet
+        self._state = self._reasoning if begun else self._start
+        self._gap = False  # whether only white space came since the reasoning
+
+    def push(self, text: str, last: bool = False) -> tuple[str, str]:
+        """Return the reasoning and the other text that ``text`` completes.
+
+        ``last``: no more follows.
+        """
+        self._rest += text
+        return self._state(last)
+
+    def _start(self, last: bool) -> tuple[str, str]:
+        shown = self._rest.lstrip()
+        if shown.startswith(BEGIN):
+            self._rest, self._state = shown[len(BEGIN) :], self._reasoning
+            return self._reasoning(last)
+        if BEGIN.startswith(shown) and not last:
+            return "", ""
+        self._state = self._content
+        return self._content(last)
+
+    def _reasoning(self, last: bool) -> tuple[str, str]:
+        at = self._rest.find(END)
+        if at < 0:
+            end = len(self._rest) - (0 if last else overlap(self._rest, END))
+            found, self._rest = self._rest[:end], self._rest[end:]
+            return found, ""
+        found, self._rest = self._rest[:at], self._rest[at + len(END) :]
+        self._state, self._gap = self._content, True
+        return found, self._content(last)[1]
+
+    def _content(self, last: bool) -> tuple[str, str]:
+        found, self._rest = self._rest, ""
+        if self._gap:
+            found = found.lstrip()
+            self._gap = not found
+        return "", found
