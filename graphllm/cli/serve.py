@@ -69,7 +69,10 @@ def serve(
 
     bound = bind(host, port)  # before the model is loaded, which takes longer
     llm = load_options.load(model, chat_template=chat_template, max_sequences=parallel)
-    _ = llm.tokenizer  # raises if there is none
+    if llm.tokenizer.eog_ids and find_spec("llguidance") is not None:
+        from ..engine.grammar import prepare
+
+        prepare(llm.tokenizer)  # takes up to seconds, in which other requests would wait
     name = alias or _name(model)
     address, own_port = bound.getsockname()[:2]
     if not keys and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from .errors import ApiError
+from .harmony import HarmonyParser, is_harmony
 from .reasoning import BEGIN, END, ReasoningParser
 from .tool_call_parser import ToolCall, ToolCallParser
 from .tools import (
@@ -57,9 +58,14 @@ class ToolUse:
             tools = [t for t in tools if t["function"]["name"] == self._choice["name"]]
         return call_grammar(self._form, tools, self._several and self._choice == "required")
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the tools."""
+        return [tool["function"]["name"] for tool in self._tools]
+
     def parser(self) -> ToolCallParser:
         """Return a parser for one answer."""
-        return ToolCallParser(self._form, [tool["function"]["name"] for tool in self._tools])
+        return ToolCallParser(self._form, self.names)
 
     def finish_reason(self, reason: str) -> str:
         """Return the finish_reason of an answer with calls, as OpenAI's API has it."""
@@ -67,29 +73,31 @@ class ToolUse:
         return "tool_calls" if reason == "stop" and not named else reason
 
 
+class AnswerParser(Protocol):
+    """Splits one answer. ``calls``: number of complete calls so far."""
+
+    @property
+    def calls(self) -> int: ...
+
+    def push(self, text: str, last: bool) -> tuple[str, str, list[ToolCall]]:
+        """Return new reasoning, content and parts of calls; ``last``: no more text follows."""
+
+
 class ChatText:
     """Splits the texts of a request's answers into reasoning, content and tool calls.
 
     Args:
         tools: the tools of the request, if any.
-        reasoning: whether answers begin with reasoning: a parser for one answer; None if not.
+        parser: returns a parser for one answer.
     """
 
-    def __init__(
-        self, tools: ToolUse | None = None, reasoning: Callable[[], ReasoningParser] | None = None
-    ) -> None:
-        self._tools, self._reasoning = tools, reasoning
-        self._answers: dict[int, _AnswerText] = {}  # by choice
-
-    def _answer(self) -> _AnswerText:
-        return _AnswerText(
-            self._reasoning() if self._reasoning else None,
-            self._tools.parser() if self._tools else None,
-        )
+    def __init__(self, tools: ToolUse | None, parser: Callable[[], AnswerParser]) -> None:
+        self._tools, self._parser = tools, parser
+        self._answers: dict[int, AnswerParser] = {}  # by choice
 
     def message(self, text: str, finish: str) -> tuple[Object, str]:
         """Return the fields of a message with a whole answer, and its finish_reason."""
-        answer = self._answer()
+        answer = self._parser()
         reasoning, content, parts = answer.push(text, last=True)
         made: Object = {"content": content}
         if reasoning:
@@ -111,7 +119,7 @@ class ChatText:
             text: the new text.
             finish: finish_reason; the text is the last one.
         """
-        answer = self._answers.setdefault(index, self._answer())
+        answer = self._answers.setdefault(index, self._parser())
         reasoning, content, calls = answer.push(text, last=finish is not None)
         made: Object = {"content": content} if content else {}
         if reasoning:
@@ -120,22 +128,22 @@ class ChatText:
             made["tool_calls"] = [{"index": call.index, **_call(call)} for call in calls]
         return made, self._finish(answer, finish) if finish is not None else None
 
-    def _finish(self, answer: _AnswerText, reason: str) -> str:
-        return self._tools.finish_reason(reason) if self._tools and answer.has_calls else reason
+    def _finish(self, answer: AnswerParser, reason: str) -> str:
+        return self._tools.finish_reason(reason) if self._tools and answer.calls else reason
 
 
-class _AnswerText:
-    """The parsers of one answer, and whether it has complete tool calls."""
+class _MarkedParser:
+    """Parser of an answer with reasoning and calls between markers; either may be missing."""
 
     def __init__(self, reasoning: ReasoningParser | None, calls: ToolCallParser | None) -> None:
         self._reasoning, self._calls = reasoning, calls
 
     @property
-    def has_calls(self) -> bool:
-        return self._calls is not None and self._calls.calls > 0
+    def calls(self) -> int:
+        return 0 if self._calls is None else self._calls.calls
 
     def push(self, text: str, last: bool) -> tuple[str, str, list[ToolCall]]:
-        """Return new reasoning, content and parts of calls."""
+        """See `AnswerParser`."""
         reasoning, content = self._reasoning.push(text, last) if self._reasoning else ("", text)
         if self._calls is None:
             return reasoning, content, []
@@ -187,6 +195,14 @@ def chat_text(template: str, prompt_end: str, tools: ToolUse | None, grammar: bo
         tools: the tools of the request, if any.
         grammar: whether answers match a grammar, so that they have no reasoning.
     """
-    if grammar or END not in template:
-        return ChatText(tools)
-    return ChatText(tools, partial(ReasoningParser, prompt_end.rstrip().endswith(BEGIN)))
+    names = [] if tools is None else tools.names
+    if is_harmony(template):
+        return ChatText(tools, partial(HarmonyParser, names))
+    reasons = END in template and not grammar
+    begun = prompt_end.rstrip().endswith(BEGIN)
+
+    def parser() -> AnswerParser:
+        reasoning = ReasoningParser(begun) if reasons else None
+        return _MarkedParser(reasoning, None if tools is None else tools.parser())
+
+    return ChatText(tools, parser)

@@ -109,13 +109,15 @@ HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", anywhere=True)  # Q
 MISTRAL = ToolFormat("mistral", "[", "]", listed=True)  # after the control token [TOOL_CALLS]
 LLAMA3 = ToolFormat("llama3", "", "", key="parameters")
 
+HARMONY = ToolFormat("harmony", "", "")  # gpt-oss; see `harmony.HarmonyParser`
+
 # What a template contains, in order of precedence, and its format; None: it is not supported.
 _FORMATS: tuple[tuple[str, ToolFormat | None], ...] = (
     ("<arg_key>", None),  # GLM
     ("<function=", None),  # Qwen3-Coder
     ("[ARGS]", None),  # Mistral from version 11 of its tokenizer on
     ("<｜tool▁call▁begin｜>", None),  # DeepSeek
-    ("<|channel|>", None),  # gpt-oss
+    ("<|channel|>", HARMONY),
     ("<tool_call>", HERMES),
     ("[TOOL_CALLS]", MISTRAL),
     ("<|python_tag|>", LLAMA3),
@@ -198,9 +200,12 @@ def call_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool) -> str:
     rules = []
     for index, tool in enumerate(tools):
         own = tool["function"]
-        head = json.dumps(f'{{"name": "{own["name"]}", "{form.key}": ')
+        head, tail = f'{{"name": "{own["name"]}", "{form.key}": ', '"}"'
+        if form is HARMONY:
+            head = f"<|channel|>commentary to=functions.{own['name']} <|constrain|>json<|message|>"
+            tail, several = "", False  # the token <|call|> ends the answer
         schema = json.dumps({**own["parameters"], **_SPACING})
-        rules.append(f'call_{index}: {head} %json {schema} "}}"')
+        rules.append(f"call_{index}: {json.dumps(head)} %json {schema} {tail}")
     some = " | ".join(f"call_{index}" for index in range(len(tools)))
     if form.listed:
         start = '"[" call ("," " "? call)* "]"' if several else '"[" call "]"'

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from graphllm.server.harmony import HarmonyParser
 from graphllm.server.reasoning import ReasoningParser
 from graphllm.server.tool_call_parser import ToolCallParser
 from graphllm.server.tools import HERMES, LLAMA3, MISTRAL, ToolFormat, call_grammar, find_format
@@ -79,6 +80,32 @@ def test_reasoning(begun, answer, reasoning, content):
         parser = ReasoningParser(begun)
         found = [*map(parser.push, pieces), parser.push("", last=True)]
         assert ["".join(each) for each in zip(*found)] == [reasoning, content]
+
+
+ADDS = "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize("answer, reasoning, content, calls", [
+    ("<|channel|>analysis<|message|>I <add>.<|end|><|start|>assistant<|channel|>final<|message|>5",
+     "I <add>.", "5", []),
+    (f"<|channel|>analysis<|message|>Hm<|end|>{ADDS}{{\"a\": 1}}", "Hm", "",
+     [("add", '{"a": 1}')]),
+    (f"<|channel|>commentary<|message|>Now:<|end|>{ADDS}{{}}<|call|>", "", "Now:",
+     [("add", "{}")]),
+    ("<|channel|>commentary to=functions.rm<|message|>{}", "", "{}", []),
+    ("plain <|text", "", "plain <|text", []),
+    ("<|channel|>anal", "", "<|channel|>anal", []),
+])  # fmt: skip
+def test_harmony(answer, reasoning, content, calls):
+    for pieces in ([answer], list(answer), [answer[:30], answer[30:]]):
+        parser, shown, made = HarmonyParser(NAMES), ["", ""], dict[int, list[str]]()
+        for text, last in [*((piece, False) for piece in pieces), ("", True)]:
+            *texts, parts = parser.push(text, last)
+            shown = [a + b for a, b in zip(shown, texts)]
+            for part in parts:
+                made.setdefault(part.index, [part.name, ""])[1] += part.arguments
+        assert (shown, [*map(tuple, made.values())]) == ([reasoning, content], calls)
+        assert parser.calls == len(calls)
 
 
 def test_arguments_come_as_they_are_written():
