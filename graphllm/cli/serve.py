@@ -5,13 +5,18 @@ from __future__ import annotations
 import ipaddress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from ..errors import RequestError
+from ..progress import progress_line
 from ..terminal import escape_control, note
 from .declarations import Option, verb
 from .options import LoadOptions, Model, Template, read_text
 from .run import PARALLEL
+
+if TYPE_CHECKING:
+    from ..api import LLM
+    from ..embedding import EmbeddingModel
 
 _MODULES = ("prometheus_client", "starlette", "uvicorn")
 
@@ -68,11 +73,7 @@ def serve(
     from ..server.run_server import Server, bind
 
     bound = bind(host, port)  # before the model is loaded, which takes longer
-    llm = load_options.load(model, chat_template=chat_template, max_sequences=parallel)
-    if llm.tokenizer.eog_ids and find_spec("llguidance") is not None:
-        from ..engine.grammar import prepare
-
-        prepare(llm.tokenizer)  # takes up to seconds, in which other requests would wait
+    llm = _load(model, load_options, chat_template, parallel)
     name = alias or _name(model)
     address, own_port = bound.getsockname()[:2]
     if not keys and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
@@ -82,6 +83,38 @@ def serve(
     app = create_app(llm, name, keys, max_body)
     Server(app, bound, lambda: note(line), shutdown_timeout).run_until_stopped()
     llm.close()
+
+
+def _load(
+    model: str, options: LoadOptions, chat_template: str | None, parallel: int
+) -> LLM | EmbeddingModel:
+    from ..api.loader import is_encoder
+
+    if is_encoder(model) and options.model_def is None:
+        return _load_encoder(model, options, chat_template, parallel)
+    llm = options.load(model, chat_template=chat_template, max_sequences=parallel)
+    # `llm.tokenizer` raises if there is none.
+    if llm.tokenizer.eog_ids and find_spec("llguidance") is not None:
+        from ..engine.grammar import prepare
+
+        prepare(llm.tokenizer)  # takes up to seconds, in which other requests would wait
+    return llm
+
+
+def _load_encoder(
+    model: str, options: LoadOptions, chat_template: str | None, parallel: int
+) -> EmbeddingModel:
+    """Load an encoder. RequestError: an option is given that only decoders have."""
+    from ..api import load
+
+    given = {**options.arguments(), "chat_template": chat_template, "max_sequences": parallel}
+    usual = {**LoadOptions().arguments(), "chat_template": None, "max_sequences": PARALLEL}
+    changed = {name: value for name, value in given.items() if value != usual.get(name)}
+    with progress_line() as show:
+        loaded = load(model, progress=show, **changed)
+    for line in loaded.misses():
+        note(f"note: {line}")
+    return loaded
 
 
 def _name(model: str) -> str:

@@ -16,10 +16,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..api import LLM
 from ..api.async_llm import AsyncLLM
+from ..embedding import EmbeddingModel
+from ..tokenizer import Tokenizer
 from .access import KeyCheck
 from .completions import Completions
+from .embeddings import Embeddings
 from .errors import ApiError, api_error, stopping
-from .fields import APPLY_TEMPLATE, DETOKENIZE, TOKENIZE, check_fields
+from .fields import DETOKENIZE, TOKENIZE, check_fields
 from .json_data import json_bytes
 from .metrics import Metrics
 from .request_body import read_json
@@ -28,28 +31,29 @@ from .streaming import ClientDisconnected
 MAX_BODY = 10_000_000  # bytes of a request body
 CLIENT_CLOSED = 499  # status for the metrics, as nginx has it: nobody gets the response
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+Endpoints = tuple[str, str, Endpoint]  # method, path, endpoint
 
 
-def create_app(llm: LLM, name: str, keys: Sequence[str] = (), max_body: int = MAX_BODY) -> ASGIApp:
+def create_app(
+    llm: LLM | EmbeddingModel, name: str, keys: Sequence[str] = (), max_body: int = MAX_BODY
+) -> ASGIApp:
     """Return the application of a loaded model.
 
     Args:
-        llm: the model.
+        llm: the model: a decoder, or an encoder, which has other endpoints.
         name: its name in the API.
         keys: API keys, of which requests need one; none for no access control.
         max_body: bytes of a request body at most.
     """
-    metrics = Metrics(llm)
-    completions = Completions(AsyncLLM(llm), name, max_body, metrics)
-    tools = _Tools(llm, name, max_body, metrics)
-    table: list[tuple[str, str, Endpoint]] = [
-        ("POST", "/v1/chat/completions", completions.chat),
-        ("POST", "/v1/completions", completions.complete),
+    metrics = Metrics(None if isinstance(llm, EmbeddingModel) else llm)
+    length = llm.max_length if isinstance(llm, EmbeddingModel) else llm.limits.context
+    tools = _Tools(llm.tokenizer, name, length, max_body, metrics)
+    table = [
+        *_model_routes(llm, name, max_body, metrics),
         ("GET", "/v1/models", tools.models),
         ("GET", "/v1/models/{name:path}", tools.model),
         ("POST", "/tokenize", tools.tokenize),
         ("POST", "/detokenize", tools.detokenize),
-        ("POST", "/apply-template", tools.apply_template),
         ("GET", "/health", tools.health),
         ("GET", "/metrics", tools.metrics),
     ]
@@ -57,6 +61,20 @@ def create_app(llm: LLM, name: str, keys: Sequence[str] = (), max_body: int = MA
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     paths = {path for _, path, _ in table}
     return _Counted(KeyCheck(app, keys), metrics, paths)
+
+
+def _model_routes(
+    llm: LLM | EmbeddingModel, name: str, max_body: int, metrics: Metrics
+) -> list[Endpoints]:
+    """Return the endpoints that run the model."""
+    if isinstance(llm, EmbeddingModel):
+        return [("POST", "/v1/embeddings", Embeddings(llm, name, max_body).embed)]
+    completions = Completions(AsyncLLM(llm), name, max_body, metrics)
+    return [
+        ("POST", "/v1/chat/completions", completions.chat),
+        ("POST", "/v1/completions", completions.complete),
+        ("POST", "/apply-template", completions.apply_template),
+    ]
 
 
 def json_response(value: Any) -> Response:
@@ -106,14 +124,17 @@ class _Counted:
 class _Tools:
     """The endpoints that generate nothing."""
 
-    def __init__(self, llm: LLM, name: str, max_body: int, metrics: Metrics) -> None:
-        self._llm, self._max_body, self._metrics = llm, max_body, metrics
+    def __init__(
+        self, tokenizer: Tokenizer, name: str, length: int, max_body: int, metrics: Metrics
+    ) -> None:
+        """``length``: tokens of a prompt and its answer, or of a text, at most."""
+        self._tokenizer, self._max_body, self._metrics = tokenizer, max_body, metrics
         self._model = {
             "id": name,
             "object": "model",
             "created": int(time.time()),
             "owned_by": "graphllm",
-            "max_model_len": llm.limits.context,
+            "max_model_len": length,
         }
 
     async def models(self, request: Request) -> Response:
@@ -132,7 +153,7 @@ class _Tools:
         """``/tokenize``, as llama.cpp has it, but special tokens are text by default."""
         values = check_fields(TOKENIZE, await read_json(request, self._max_body), "content")
         add, parse = values.get("add_special", False), values.get("parse_special", False)
-        encode = self._llm.tokenizer.encode
+        encode = self._tokenizer.encode
         ids = await asyncio.to_thread(
             encode, values["content"], add_special=add, parse_special=parse
         )
@@ -142,18 +163,8 @@ class _Tools:
         """``/detokenize``."""
         values = check_fields(DETOKENIZE, await read_json(request, self._max_body), "tokens")
         ids = values["tokens"]
-        text = await asyncio.to_thread(self._llm.decode, ids, skip_special=False) if ids else ""
+        text = await asyncio.to_thread(self._tokenizer.decode, ids, skip_special=False)
         return json_response({"content": text})
-
-    async def apply_template(self, request: Request) -> Response:
-        """``/apply-template``: the text of a chat's prompt."""
-        values = check_fields(APPLY_TEMPLATE, await read_json(request, self._max_body), "messages")
-        try:
-            render = self._llm.template.render
-            text = await asyncio.to_thread(render, values["messages"])
-        except Exception as error:
-            raise api_error(error, "messages") from None
-        return json_response({"prompt": text})
 
     async def health(self, request: Request) -> Response:
         """``/health``."""

@@ -19,7 +19,7 @@ from ..errors import GraphllmError, RequestError
 from .answers import Answer, ChatAnswer, Object, usage
 from .chat_text import chat_messages, chat_text, tool_use
 from .errors import ApiError, api_error
-from .fields import CHAT, COMPLETION, MAX_CHOICES, check_fields, sampling_settings
+from .fields import APPLY_TEMPLATE, CHAT, COMPLETION, MAX_CHOICES, check_fields, sampling_settings
 from .json_data import json_bytes
 from .metrics import Metrics
 from .request_body import read_json
@@ -115,6 +115,16 @@ class Completions:
         answer = ChatAnswer(self._name, llm.tokenizer, text, include_usage)
         job = _Job([ids], settings, answer)
         return await self._run(request, job, values.get("stream", False), "messages")
+
+    async def apply_template(self, request: Request) -> Response:
+        """``/apply-template``: the text of a chat's prompt."""
+        values = check_fields(APPLY_TEMPLATE, await read_json(request, self._max_body), "messages")
+        try:
+            render = self._llm.llm.template.render
+            text = await asyncio.to_thread(render, values["messages"])
+        except Exception as error:
+            raise api_error(error, "messages") from None
+        return Response(json_bytes({"prompt": text}), media_type="application/json")
 
     def _check_common(self, values: Mapping[str, Any]) -> None:
         """Check what the fields' own rules cannot see. ApiError: a field is invalid."""

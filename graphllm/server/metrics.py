@@ -17,9 +17,11 @@ _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 class Metrics:
     """Counters of one server, and gauges that read the state of its model's engine."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM | None) -> None:
+        """``llm``: None for an encoder, which has no engine."""
         self._registry = own = CollectorRegistry()
-        own.register(_EngineState(llm))
+        if llm is not None:
+            own.register(_EngineState(llm))
         self.responses = Counter(
             "graphllm_http_responses", "HTTP responses.", ["path", "status"], registry=own
         )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from copy import deepcopy
 
 import hf_models
 import numpy as np
 import pytest
 from cuda_cases import DEVICES, need_device
+from encoder_files import SPEC, write_encoder
 from typer.testing import CliRunner
 
 import graphllm
@@ -21,39 +21,8 @@ from graphllm.embedding.pooling import POOLINGS
 from graphllm.errors import ConfigError, ModelFileError, RequestError
 
 RNG = np.random.default_rng(3)
-SPEC = hf_models.SPECS["bert"]
 LENGTHS = [1, 64, 2, *RNG.integers(1, 64, 14)]  # ragged; a single token, and as many as positions
 SEQUENCES = [RNG.integers(5, 120, n).tolist() for n in LENGTHS]
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(97, 123)), "the", "##s"]
-
-
-def write_tokenizer(folder):
-    """A WordPiece tokenizer of single letters and two words."""
-    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
-    from tokenizers.models import WordPiece
-
-    words = [*WORDS, *(f"##{chr(i)}" for i in range(97, 123) if chr(i) != "s")]
-    made = Tokenizer(WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer()
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece()
-    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    made.add_special_tokens(WORDS[:5])
-    made.save(str(folder / "tokenizer.json"))
-
-
-def write_encoder(folder, variant):
-    """A directory of a small random model; returns transformers' model."""
-    import torch
-    from transformers import AutoConfig, AutoModel
-
-    config = hf_models.config_of(SPEC, variant)
-    made = AutoConfig.for_model(config.pop("model_type", "bert"), **deepcopy(config))
-    model = AutoModel.from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
-    hf_models.randomise(model)
-    model.save_pretrained(folder)
-    write_tokenizer(folder)
-    return model
 
 
 @pytest.fixture(scope="module", params=range(len(SPEC.tiny)))
