@@ -30,16 +30,21 @@ from ..graph.op import (
     require,
 )
 from ..graph.tensor import Env, Meta
-
-SCORE_BYTES = 16 << 20  # maximum size of the scores in memory
+from .packed_attention import (
+    SCORE_BYTES,
+    attend,
+    check_position_bias,
+    logit_bias,
+    require_grouped_heads,
+)
 
 # -------------------------------------------------------------------------------------- attention
 
 
 def _infer(
     q: Meta, k: Meta, v: Meta, q_start: Meta, kv_len: Meta, table: Meta, sinks: Meta | None = None,
-    slopes: Meta | None = None, prefix_len: Meta | None = None, *, scale: float, block: int,
-    causal: bool, window: int, softcap: float,
+    slopes: Meta | None = None, prefix_len: Meta | None = None, position_bias: Meta | None = None,
+    *, scale: float, block: int, causal: bool, window: int, softcap: float, skip_prefix: bool,
 ) -> Meta:  # fmt: skip
     for name, pool in (("k", k), ("v", v)):
         expect(name, pool, 3, *CACHED)
@@ -60,14 +65,9 @@ def _infer(
     if prefix_len is not None:
         expect("prefix_len", prefix_len, 1, "i32")
         require(prefix_len.shape == kv_len.shape, f"prefix_len {prefix_len.shape} for {kv_len}")
+    require(not skip_prefix or prefix_len is not None, "skip_prefix needs prefix_len")
+    check_position_bias(q, position_bias)
     return out((*q.shape[:2], v.shape[2]))
-
-
-def require_grouped_heads(q: Meta, k: Meta) -> None:
-    """Check that equal numbers of the heads of q [T, H, D] share each head of k [*, Hkv, D]."""
-    require(q.shape[2] == k.shape[2], f"queries of {q.shape[2]}, keys of {k.shape[2]}")
-    heads, kv_heads = q.inner[0], k.inner[0]
-    require(heads % kv_heads == 0, f"{heads} heads do not share {kv_heads} kv heads")
 
 
 def _cost(
@@ -149,6 +149,11 @@ class PackedBatch:
         """Return prefix lengths of none, half and all of a sequence in turn."""
         return np.array([n * (s % 3) // 2 for s, n in enumerate(self.lengths, 1)], np.int32)
 
+    def source_len(self, rng: object, shape: Sequence[int]) -> np.ndarray:
+        """Return lengths of none, half and all of the tokens before the queries in turn."""
+        before = [n - count for n, count in zip(self.lengths, self.queries, strict=True)]
+        return np.array([n * (s % 3) // 2 for s, n in enumerate(before, 1)], np.int32)
+
 
 _BATCHES = (
     PackedBatch((), ()),
@@ -185,7 +190,8 @@ def _sample(
     optional = (
         Arg(heads[:1], leaf="weight") if "sinks" in extras else None,
         Arg(heads[:1], leaf="weight", make=_slopes) if "slopes" in extras else None,
-        Arg(("S",), I32, make=batch.prefix_len) if "prefix" in extras else None,
+        _prefix_arg(batch, extras),
+        Arg((heads[0], 9), leaf="weight") if "position_bias" in extras else None,
     )
     args = (
         Arg(("T", heads[0], width[0]), layout=layout),
@@ -197,6 +203,13 @@ def _sample(
     )
     fixed = {"scale": width[0] ** -0.5, "block": batch.block}
     return Sample(args, {**fixed, **dict(attrs)}, batch.env)
+
+
+def _prefix_arg(batch: PackedBatch, extras: Sequence[str]) -> Arg | None:
+    """Return the lengths of prefixes, or of sources, behind which all queries are."""
+    make = {"prefix": batch.prefix_len, "source": batch.source_len}
+    found = [make[name] for name in make if name in extras]
+    return Arg(("S",), I32, make=found[0]) if found else None
 
 
 _KINDS = (F32, F16, Q8_0)
@@ -215,6 +228,8 @@ _FEATURES: tuple[tuple[dict[str, float], tuple[str, ...]], ...] = (
     ({"window": 13, "softcap": 2.0}, ("sinks", "slopes")),
     ({"window": 13}, ("prefix",)),
     ({"causal": False, "window": 9}, ("sinks",)),
+    ({}, ("position_bias",)),
+    ({"skip_prefix": True}, ("source", "position_bias")),
 )
 
 
@@ -256,14 +271,16 @@ def _made(
             ),
             _sample(PackedBatch((2, 1, 7), (60, 64, 70), forget=13), attrs=(("window", 13),)),
             _sample(PackedBatch((0, 3, 0), (5, 9, 0))),
+            _sample(PackedBatch((4, 1, 9), (2, 7, 1)), attrs=(("causal", False),)),
         ]
     ),
 )
 def attention(
     q: np.ndarray, k: Any, v: Any, q_start: np.ndarray, kv_len: np.ndarray, table: np.ndarray,
     sinks: np.ndarray | None = None, slopes: np.ndarray | None = None,
-    prefix_len: np.ndarray | None = None, *, scale: float, block: int, causal: bool = True,
-    window: int = 0, softcap: float = 0.0,
+    prefix_len: np.ndarray | None = None, position_bias: np.ndarray | None = None, *, scale: float,
+    block: int, causal: bool = True, window: int = 0, softcap: float = 0.0,
+    skip_prefix: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """Softmax attention of packed queries over paged keys and values, with grouped heads.
 
@@ -276,9 +293,13 @@ def attention(
     j < kv_len; if causal, to j <= p (or both below prefix_len[s]); with a window, p - j < window.
     Logits: q.k * scale, softcap * tanh(. / softcap) where softcap > 0, then + slopes[h] * (j - p).
     sinks [H] adds exp(sinks[h]) to the denominator. A query that sees nothing gives zeros.
+    position_bias [H, 2 R + 1] f32 adds position_bias[h, R + clip(j - p, -R, R)] to the logits. If
+    skip_prefix, the keys j < prefix_len[s] are not attended to, and no query is at such a position.
+    If neither causal nor with a window, a sequence may have more queries than keys.
 
     Vaswani et al. 2017, eq. 1; grouped heads: Ainslie et al. 2023; paging: Kwon et al. 2023;
-    slopes: Press et al. 2021; softcap: Gemma Team 2024; sinks: OpenAI 2025 (gpt-oss).
+    slopes: Press et al. 2021; softcap: Gemma Team 2024; sinks: OpenAI 2025 (gpt-oss);
+    position_bias: Raffel et al. 2020 (T5).
     """
     result = np.zeros((*q.shape[:2], v.shape[2]), np.float32)
     for s in range(len(kv_len)):
@@ -295,10 +316,10 @@ def attention(
         for at in range(first, last, step):
             end = min(at + step, last)
             p = np.arange(at, end)[:, None] - first + start
-            visible = _visible_mask(p, j, causal, window, prefix)
-            bias = (j - p).astype(np.float32) if slopes is not None else None
+            visible = _visible_mask(p, j, causal, window, prefix, skip_prefix)
+            bias = logit_bias(j - p, slopes, position_bias)
             result[at:end] = attend(
-                q[at:end], keys, values, visible, bias, sinks, slopes, scale=scale, softcap=softcap
+                q[at:end], keys, values, visible, bias, sinks, scale=scale, softcap=softcap
             )
     return result
 
@@ -311,45 +332,12 @@ def _floats(rows: Any) -> np.ndarray:
 
 
 def _visible_mask(
-    p: np.ndarray, j: np.ndarray, causal: bool, window: int, prefix: int
+    p: np.ndarray, j: np.ndarray, causal: bool, window: int, prefix: int, skip_prefix: bool
 ) -> np.ndarray:
     """Return the mask [n, J] of the keys j [J] that queries at positions p [n, 1] attend to."""
     visible = np.ones((len(p), len(j)), bool)
     if causal:
         visible = (j <= p) | ((j < prefix) & (p < prefix))
+    if skip_prefix:
+        visible = visible & (j >= prefix)
     return visible & (p - j < window) if window else visible
-
-
-def attend(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, visible: np.ndarray,
-    bias: np.ndarray | None = None, sinks: np.ndarray | None = None,
-    slopes: np.ndarray | None = None, *, scale: float, softcap: float = 0.0,
-) -> np.ndarray:  # fmt: skip
-    """Attend with queries [n, H, D] of one sequence to its keys and values [J, Hkv, D].
-
-    ``visible`` [n, J], or what broadcasts to it: which keys a query attends to.
-    """
-    n, heads, width = q.shape
-    shared = heads // keys.shape[1]
-    result = np.empty((n, heads, values.shape[2]), np.float32)
-    for g in range(keys.shape[1]):
-        own = slice(g * shared, (g + 1) * shared)
-        logits = q[:, own].reshape(n * shared, width) @ keys[:, g].T * np.float32(scale)
-        if softcap:
-            logits = np.float32(softcap) * np.tanh(logits / np.float32(softcap))
-        logits = logits.reshape(n, shared, -1)
-        if bias is not None:
-            logits = logits + slopes[own, None] * bias[:, None]  # type: ignore[index]
-        logits = np.where(visible[:, None], logits, np.float32(-np.inf))
-        top = logits.max(axis=-1, keepdims=True, initial=-np.inf)
-        if sinks is not None:
-            top = np.maximum(top, sinks[own, None])
-        top = np.where(np.isneginf(top), np.float32(0), top)  # no visible key
-        weight = np.exp(logits - top)
-        total = weight.sum(axis=-1, keepdims=True)
-        if sinks is not None:
-            total = total + np.exp(sinks[own, None] - top)
-        mixed = weight.reshape(n * shared, -1) @ values[:, g]
-        total = np.where(total == 0, np.float32(1), total)
-        result[:, own] = mixed.reshape(n, shared, -1) / total
-    return result

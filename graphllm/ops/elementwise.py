@@ -117,6 +117,12 @@ def silu(x: np.ndarray) -> np.ndarray:
         return x / (1 + np.exp(-x))
 
 
+@op("relu", infer=_unary, cost=_cost(1), tol={}, samples=_samples())
+def relu(x: np.ndarray) -> np.ndarray:
+    """max(x, 0); NaN stays NaN. x [T, ...] -> [T, ...]. Nair and Hinton 2010."""
+    return np.where(x < 0, np.float32(0), x)
+
+
 @op("sigmoid", infer=_unary, cost=_cost(3), tol={"f32": 1e-6}, samples=_samples())
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + exp(-x)). x [T, ...] -> [T, ...]."""

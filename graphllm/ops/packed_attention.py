@@ -1,4 +1,4 @@
-"""Bidirectional attention over packed sequences, without a KV cache."""
+"""Bidirectional attention over packed sequences, and attention of one sequence in NumPy."""
 
 from __future__ import annotations
 
@@ -22,33 +22,40 @@ from ..graph.op import (
     require,
 )
 from ..graph.tensor import Env, Meta
-from .attention import SCORE_BYTES, attend, require_grouped_heads
+
+SCORE_BYTES = 16 << 20  # maximum size of the scores in memory
 
 
-def _infer(q: Meta, k: Meta, v: Meta, q_start: Meta, *, scale: float) -> Meta:
+def _infer(
+    q: Meta, k: Meta, v: Meta, q_start: Meta, position_bias: Meta | None = None, *, scale: float
+) -> Meta:
     for name, rows in (("q", q), ("k", k), ("v", v)):
         expect(name, rows, 3, "f32")
         require(rows.shape[0] == q.shape[0], f"{name} has {rows.shape[0]} tokens, q {q.shape[0]}")
     expect("q_start", q_start, 1, "i32")
     require(k.shape[1] == v.shape[1], f"k {k.shape} and v {v.shape} differ in heads")
     require_grouped_heads(q, k)
+    check_position_bias(q, position_bias)
     return out((*q.shape[:2], v.shape[2]))
 
 
-def _cost(out: Meta, q: Meta, k: Meta, v: Meta, q_start: Meta, *, env: Env, scale: float) -> Cost:
+def _cost(
+    out: Meta, q: Meta, k: Meta, v: Meta, q_start: Meta, position_bias: Meta | None = None, *,
+    env: Env, scale: float,
+) -> Cost:  # fmt: skip
     """Cost from ``env["kv_sum"]``: number of keys that each query attends to, summed over queries.
 
     Without it, the sequences are assumed to have equal lengths.
     """
     sequences = max(1, q_start.dims[0] - 1)
     pairs: float = env.get("kv_sum", q.dims[0] ** 2 / sequences)
-    moved = sum(m.nbytes for m in (q, k, v, q_start, out))
+    moved = sum(m.nbytes for m in (q, k, v, q_start, position_bias, out) if m is not None)
     return Cost(2 * pairs * q.dims[1] * (q.dims[2] + v.dims[2]), moved)
 
 
 def _sample(
     lengths: tuple[int, ...], heads: tuple[int, int] = (4, 2), width: tuple[int, int] = (32, 32),
-    layout: str = "contiguous",
+    layout: str = "contiguous", biased: bool = False,
 ) -> Sample:  # fmt: skip
     def q_start(rng: Rng, shape: Shape) -> np.ndarray:
         return np.concatenate([[0], np.cumsum(lengths)])
@@ -59,7 +66,9 @@ def _sample(
         Arg(("T", count, depth), layout=layout) for count, depth in zip(counts, depths, strict=True)
     )
     env = {"T": sum(lengths), "Q": len(lengths) + 1}
-    return Sample((*rows, Arg(("Q",), I32, make=q_start)), {"scale": width[0] ** -0.5}, env)
+    bias = [Arg((heads[0], 37), leaf="weight")] if biased else []
+    args = (*rows, Arg(("Q",), I32, make=q_start), *bias)
+    return Sample(args, {"scale": width[0] ** -0.5}, env)
 
 
 # Fewer and more tokens than a kernel splits, and sequences longer than a tile or a split.
@@ -77,17 +86,19 @@ _SHAPES = (((1, 1), (1, 1)), ((3, 3), (20, 20)), ((6, 2), (64, 64)), ((12, 12), 
         lambda: [
             *(_sample(lengths, *shape) for lengths in _LENGTHS for shape in _SHAPES),
             *grid(_sample, lengths=_LENGTHS[1:-1], layout=("strided", "permuted")),
+            *grid(_sample, lengths=_LENGTHS, biased=[True]),
         ]
     ),
 )
 def packed_attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, q_start: np.ndarray, *, scale: float
-) -> np.ndarray:
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, q_start: np.ndarray,
+    position_bias: np.ndarray | None = None, *, scale: float,
+) -> np.ndarray:  # fmt: skip
     """Softmax attention of each token to all tokens of its own sequence, with grouped heads.
 
     q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] f32 (H a multiple of Hkv; head h reads kv head
     h // (H / Hkv)); q_start [S + 1] i32 -> [T, H, Dv] f32. Sequence s has the rows q_start[s] to
-    q_start[s + 1] - 1. Logits: q.k * scale.
+    q_start[s + 1] - 1. Logits: q.k * scale, + position_bias [H, 2 R + 1] f32 as in `attention`.
 
     Vaswani et al. 2017, eq. 1; Devlin et al. 2019 (bidirectional); packing: Effective Transformer
     (ByteDance 2019).
@@ -99,5 +110,78 @@ def packed_attention(
         step = max(1, SCORE_BYTES // (4 * q.shape[1] * max(1, end - first)))
         for at in range(first, end, step):
             rows = slice(at, min(at + step, end))
-            result[rows] = attend(q[rows], keys, values, every, scale=scale)
+            distance = np.arange(end - first) - np.arange(at - first, rows.stop - first)[:, None]
+            bias = logit_bias(distance, None, position_bias)
+            result[rows] = attend(q[rows], keys, values, every, bias, scale=scale)
+    return result
+
+
+# -- what the op `attention` shares
+
+
+def check_position_bias(q: Meta, bias: Meta | None) -> None:
+    """Check that ``bias`` is None or [H, 2 R + 1] for q [T, H, D]."""
+    if bias is not None:
+        expect("position_bias", bias, 2, "f32")
+        fits = bias.shape[0] == q.shape[1] and bias.inner[0] % 2 == 1
+        require(fits, f"position_bias {bias.shape} for {q.shape[1]} heads")
+
+
+def require_grouped_heads(q: Meta, k: Meta) -> None:
+    """Check that equal numbers of the heads of q [T, H, D] share each head of k [*, Hkv, D]."""
+    require(q.shape[2] == k.shape[2], f"queries of {q.shape[2]}, keys of {k.shape[2]}")
+    heads, kv_heads = q.inner[0], k.inner[0]
+    require(heads % kv_heads == 0, f"{heads} heads do not share {kv_heads} kv heads")
+
+
+def logit_bias(
+    distance: np.ndarray, slopes: np.ndarray | None, position_bias: np.ndarray | None
+) -> np.ndarray | None:
+    """Return what is added to the logits [n, H, J].
+
+    ``distance`` [n, J]: position of the key minus that of the query.
+    """
+    found = None
+    if slopes is not None:
+        found = slopes[:, None] * distance[:, None].astype(np.float32)
+    if position_bias is not None:
+        reach = position_bias.shape[1] // 2
+        by_head = position_bias[:, reach + np.clip(distance, -reach, reach)].swapaxes(0, 1)
+        found = by_head if found is None else found + by_head
+    return found
+
+
+def attend(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, visible: np.ndarray,
+    bias: np.ndarray | None = None, sinks: np.ndarray | None = None, *, scale: float,
+    softcap: float = 0.0,
+) -> np.ndarray:  # fmt: skip
+    """Attend with queries [n, H, D] of one sequence to its keys and values [J, Hkv, D].
+
+    ``visible`` [n, J], or what broadcasts to it: which keys a query attends to. ``bias``: see
+    `logit_bias`.
+    """
+    n, heads, width = q.shape
+    shared = heads // keys.shape[1]
+    result = np.empty((n, heads, values.shape[2]), np.float32)
+    for g in range(keys.shape[1]):
+        own = slice(g * shared, (g + 1) * shared)
+        logits = q[:, own].reshape(n * shared, width) @ keys[:, g].T * np.float32(scale)
+        if softcap:
+            logits = np.float32(softcap) * np.tanh(logits / np.float32(softcap))
+        logits = logits.reshape(n, shared, -1)
+        if bias is not None:
+            logits = logits + bias[:, own]
+        logits = np.where(visible[:, None], logits, np.float32(-np.inf))
+        top = logits.max(axis=-1, keepdims=True, initial=-np.inf)
+        if sinks is not None:
+            top = np.maximum(top, sinks[own, None])
+        top = np.where(np.isneginf(top), np.float32(0), top)  # no visible key
+        weight = np.exp(logits - top)
+        total = weight.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(sinks[own, None] - top)
+        mixed = weight.reshape(n * shared, -1) @ values[:, g]
+        total = np.where(total == 0, np.float32(1), total)
+        result[:, own] = mixed.reshape(n, shared, -1) / total
     return result

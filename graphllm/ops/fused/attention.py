@@ -130,7 +130,8 @@ def _attention_sample(
         Arg(("S", 8), I32, make=lambda g, s: g.permutation(8)[None]),
         *(optional if extras else ()),
     )  # fmt: skip
-    attrs = {"scale": width**-0.5, "block": 16, "causal": True, "window": window, "softcap": 0.0}
+    attrs = {"scale": width**-0.5, "block": 16, "causal": True, "window": window, "softcap": 0.0,
+             "skip_prefix": False}  # fmt: skip
     return Sample(args, {**attrs, "dtype": dtype}, {"T": rows, "S": 1, "Q": 2})
 
 
@@ -154,12 +155,13 @@ def _attention_sample(
 )  # fmt: skip
 def attention_quantise(
     q: Tensor, k: Tensor, v: Tensor, q_start: Tensor, kv_len: Tensor, table: Tensor,
-    sinks: Tensor | None = None, slopes: Tensor | None = None, prefix_len: Tensor | None = None, *,
-    scale: float, block: int, causal: bool, window: int, softcap: float, dtype: str,
+    sinks: Tensor | None = None, slopes: Tensor | None = None, prefix_len: Tensor | None = None,
+    position_bias: Tensor | None = None, *, scale: float, block: int, causal: bool, window: int,
+    softcap: float, skip_prefix: bool, dtype: str,
 ) -> Any:  # fmt: skip
     """Attention with heads concatenated and quantised, as input of the output linear."""
     attended = get("attention")(
-        q, k, v, q_start, kv_len, table, sinks, slopes, prefix_len,
-        scale=scale, block=block, causal=causal, window=window, softcap=softcap,
+        q, k, v, q_start, kv_len, table, sinks, slopes, prefix_len, position_bias, scale=scale,
+        block=block, causal=causal, window=window, softcap=softcap, skip_prefix=skip_prefix,
     )  # fmt: skip
     return get("quantise_act")(attended.flatten(), dtype=dtype)

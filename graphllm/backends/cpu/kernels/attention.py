@@ -185,6 +185,7 @@ def launches(ctx: KernelContext, out: int, scratch: int) -> list[Launch]:
         sinks=ctx.address("sinks"),
         slopes=ctx.address("slopes"),
         prefix_len=ctx.address("prefix_len"),
+        skip_prefix=int(ctx.attrs["skip_prefix"]),
         softcap=ctx.attrs["softcap"],
         block=ctx.attrs["block"],
         causal=int(ctx.attrs["causal"]),
@@ -198,6 +199,7 @@ def _arguments(ctx: KernelContext, out: int, scratch: int, splits: int) -> Atten
     heads, depth, kv_heads, width = _sizes(ctx.node)
     q, k, v = ctx.q, ctx.k, ctx.v
     thread_scratch = thread_scratch_bytes(depth, width)
+    bias = ctx.op("position_bias")
     return AttentionArgs(
         q=q.address,
         q_stride=q.row_stride,
@@ -223,6 +225,8 @@ def _arguments(ctx: KernelContext, out: int, scratch: int, splits: int) -> Atten
         partials=scratch + ctx.threads * thread_scratch,
         max_split_tokens=_max_split_tokens(heads, kv_heads),
         splits=splits,
+        position_bias=ctx.address("position_bias"),
+        bias_reach=0 if bias is None else bias.meta.inner[0] // 2,
     )
 
 

@@ -46,6 +46,9 @@ class AttentionArgs(NamedTuple):
     sinks: int = 0  # 0: none
     slopes: int = 0  # 0: none
     prefix_len: int = 0  # 0: none
+    skip_prefix: int = 0
+    position_bias: int = 0  # 0: none
+    bias_reach: int = 0  # largest distance that it tells from larger ones
     softcap: float = 0.0  # 0: none
     causal: int = 0
     window: int = 0  # 0: none

@@ -91,7 +91,7 @@ def _split_addresses(p, local, s, g, first, last):
 
 @helper
 def _transform_scores(p, local, row, head, start):
-    """Scale, cap and slope the scores of one row.
+    """Scale and cap the scores of one row, and add its biases.
 
     The loops have the same length for every row, so that the same code computes an element
     wherever a tile begins.
@@ -108,6 +108,11 @@ def _transform_scores(p, local, row, head, start):
         slope, shift = f32s(a.slopes)[head], start - i64s(local + POSITION)[row]
         for i in range(SPLIT_KEYS):
             s[i] = s[i] + slope * float32(i + shift)
+    if a.position_bias != 0:
+        reach, shift = a.bias_reach, start - i64s(local + POSITION)[row]
+        bias = f32s(a.position_bias + head * (2 * reach + 1) * 4)
+        for i in range(SPLIT_KEYS):
+            s[i] = s[i] + bias[reach + max(-reach, min(reach, i + shift))]
 
 
 @helper
@@ -115,7 +120,7 @@ def _softmax_scores(p, local, rows, head, heads, start, first, last):
     """Turn scores ``first`` to ``last`` of a split into weights, and merge each row's softmax with
     that of earlier splits."""
     a = read_attention(p)
-    transformed = a.softcap != 0 or a.slopes != 0
+    transformed = a.softcap != 0 or a.slopes != 0 or a.position_bias != 0
     scale = _ONE_BITS if transformed else a.scale_bits
     lows, highs = i64s(local + FIRST_KEY), i64s(local + LAST_KEY)
     tops, sums = f32s(local + ROW_MAX), f32s(local + ROW_SUM)
@@ -181,6 +186,8 @@ def visible_keys(p, s, token):
         high = min(length, prefix if at < prefix else at + 1)
     if a.window > 0:
         low = max(low, at - a.window + 1)
+    if a.skip_prefix != 0:
+        low = max(low, int64(i32s(a.prefix_len)[s]))
     return low, high, at
 
 

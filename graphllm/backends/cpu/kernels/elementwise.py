@@ -49,6 +49,11 @@ def _sigmoid(x, unused):
 
 
 @inlined
+def _relu(x, unused):
+    return float32(0) if x < float32(0) else x
+
+
+@inlined
 def _silu(x, unused):
     return silu32(x)
 
@@ -97,6 +102,7 @@ def _unary(name: str, function: Any, parameters: int = 1) -> Kernel:
 _SCALE = _unary("scale", _scaled)
 _SOFTCAP = _unary("softcap", _capped)
 _SIGMOID = _unary("sigmoid", _sigmoid)
+_RELU = _unary("relu", _relu)
 _SILU = _unary("silu", _silu)
 _GELU = {"tanh": _unary("gelu_tanh", _gelu_tanh), "erf": _unary("gelu_erf", _gelu_erf)}
 
@@ -133,6 +139,11 @@ def softcap(ctx: KernelContext) -> Launch:
 @BACKEND.kernel("sigmoid", **_ROWS)
 def sigmoid(ctx: KernelContext) -> Launch:
     return _launch(ctx, _SIGMOID, 0.0)
+
+
+@BACKEND.kernel("relu", **_ROWS)
+def relu(ctx: KernelContext) -> Launch:
+    return _launch(ctx, _RELU, 0.0)
 
 
 @BACKEND.kernel("silu", **_ROWS)

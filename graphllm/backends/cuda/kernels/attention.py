@@ -15,7 +15,7 @@ from __future__ import annotations
 from ....backends.alignment import aligned
 from ....graph.dtype import CACHED
 from ....graph.tensor import Tensor
-from ... import ROWS
+from ... import ROWS, Options
 from .. import BACKEND
 from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext
@@ -96,6 +96,14 @@ def _can_split_kv(node: Tensor) -> bool:
 def _has_logit_bias(node: Tensor) -> bool:
     """Whether logits are capped or have ALiBi slopes."""
     return bool(node.attrs["softcap"] > 0 or (len(node.src) > 7 and node.src[7] is not None))
+
+
+def _unsupported(node: Tensor, options: Options) -> str | None:
+    """Selection rule: the masks and biases of encoder-decoders have no kernel yet."""
+    if node.attrs["skip_prefix"]:
+        return "skip_prefix is not supported"
+    biased = len(node.src) > 9 and node.src[9] is not None
+    return "position_bias is not supported" if biased else None
 
 
 def _heads_per_block(node: Tensor) -> int:
@@ -289,7 +297,10 @@ def _float_launches(ctx: KernelContext, out: int, room: int) -> list[Launch]:
     return [_generic(ctx, out)]
 
 
-@BACKEND.kernel("attention", layout=_LAYOUT, scratch=lambda node, options: _partials_nbytes(node))
+@BACKEND.kernel(
+    "attention", layout=_LAYOUT, scratch=lambda node, options: _partials_nbytes(node),
+    when=_unsupported,
+)  # fmt: skip
 def attention(ctx: KernelContext) -> list[Launch]:
     return _float_launches(ctx, ctx.out.address, ctx.scratch)
 
@@ -303,6 +314,7 @@ def _float_result_nbytes(node: Tensor) -> int:
 @BACKEND.kernel(
     "attention_quantise", layout=_LAYOUT,
     scratch=lambda node, options: _float_result_nbytes(node) + _partials_nbytes(node),
+    when=_unsupported,
 )  # fmt: skip
 def attention_quantise(ctx: KernelContext) -> list[Launch]:
     node, floats = ctx.node, ctx.scratch

@@ -51,6 +51,11 @@ def softcap(ctx: KernelContext) -> Launch:
     return _unary(ctx, "softcap", ctx.attrs["cap"])
 
 
+@BACKEND.kernel("relu", **_ROWS)
+def relu(ctx: KernelContext) -> Launch:
+    return _unary(ctx, "relu")
+
+
 @BACKEND.kernel("silu", **_ROWS)
 def silu(ctx: KernelContext) -> Launch:
     return _unary(ctx, "silu")
