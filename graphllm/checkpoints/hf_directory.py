@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MAX_BYTES = 16 << 20  # of a JSON file; also of a comparison of weights
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "ice_text.model", "spiece.model",
-    "sentencepiece.bpe.model",
+    "sentencepiece.bpe.model", "source.spm",
 )  # fmt: skip
 _QUANT_METHODS = ("mxfp4", *published.METHODS)  # supported values of quant_method
 
@@ -112,7 +112,7 @@ class HfCheckpoint:
         weights = NamedWeights(self.file, rules, strict=False)
         head = f"{n.head}.weight"
         if config.tied and head in weights.names():
-            embedding = f"{n.model}.{n.embed}.weight"
+            embedding = f"{n.model}.{n.embed}.weight".lstrip(".")
             if self._data and not self._equal(weights, head, embedding):
                 raise ModelFileError(
                     f"{self.path}: {quote(head)} differs from {quote(embedding)}, but "

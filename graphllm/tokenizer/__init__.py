@@ -6,6 +6,8 @@ For a GGUF file, ids and texts equal llama.cpp's; for a Hugging Face directory, 
 - `bpe`, `sentencepiece`: vocabularies in GGUF files.
 - `tokenizer_json`: tokenizer.json, or vocab.json and merges.txt; `hf_classes` has the pipelines of
   transformers' tokenizer classes.
+- `piece_vocabulary`: SentencePiece models with a vocab.json (Marian, M2M-100); `languages`: the
+  language codes of translation models.
 - `sentencepiece_model`: SentencePiece .model files; `chatglm`: those of ChatGLM.
 
 `decoding` has the base class, `vocabulary` the base class of those that hold their pieces.
@@ -75,6 +77,7 @@ class Tokenizer(Protocol):
         """Return the bytes of a token, control tokens included. RequestError as in `decode`."""
 
 
+_BPE_MODEL = "sentencepiece.bpe.model"
 _KINDS: dict[str, type[Vocabulary]] = {
     "llama": SentencePieceTokenizer,
     "gpt2": BpeTokenizer,
@@ -98,8 +101,8 @@ def from_gguf(file: GgufFile) -> Tokenizer:
 def from_directory(folder: Path, config: Mapping[str, Any] | None = None) -> Tokenizer:
     """Return the tokenizer of a Hugging Face directory.
 
-    It is read from tokenizer.json, else from a SentencePiece model, else from vocab.json and
-    merges.txt. ``config`` is the content of config.json if it has been read already.
+    It is read from tokenizer.json, else from a SentencePiece model (and vocab.json), else from
+    vocab.json and merges.txt. ``config`` is the content of config.json if it has been read already.
     ModelFileError if none of them exists, or one is malformed.
     """
     from . import chatglm, tokenizer_json  # not needed for GGUF files
@@ -117,10 +120,15 @@ def from_directory(folder: Path, config: Mapping[str, Any] | None = None) -> Tok
         if name in present:
             kind = chatglm.ChatGlm2Tokenizer if is_glm else SentencePieceModelTokenizer
             return kind(directory.folder / name, directory)
-    if "sentencepiece.bpe.model" in present:
+    if "vocab.json" in present and not present.isdisjoint(("source.spm", _BPE_MODEL)):
+        from .piece_vocabulary import M2M100Tokenizer, MarianTokenizer
+
+        is_marian = "source.spm" in present
+        return MarianTokenizer(directory) if is_marian else M2M100Tokenizer(directory)
+    if _BPE_MODEL in present:
         raise ModelFileError(
-            f"{directory.folder / 'sentencepiece.bpe.model'}: models with this file number their "
-            "pieces differently; a tokenizer.json is required"
+            f"{directory.folder / _BPE_MODEL}: models with this file number their pieces "
+            "differently; a tokenizer.json is required"
         )
     if {"vocab.json", "merges.txt"} <= present:
         return tokenizer_json.from_merges(directory)

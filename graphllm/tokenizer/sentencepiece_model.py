@@ -18,6 +18,8 @@ from .sentencepiece_proto import ModelProto, read_model, serialize_model
 from .tokenizer_config import AddedToken, TokenizerDirectory
 from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, known_eog_ids
 
+_WITH_END = ("T5Tokenizer", "PegasusTokenizer")  # classes that end texts with </s>
+
 
 @dataclass(frozen=True)
 class VocabularyData:
@@ -114,7 +116,7 @@ class SentencePieceModelTokenizer(SentencePieceTokenizer):
         ids = {key: own[key] if value is None else value for key, value in ids.items()}
         scores = np.zeros(len(self._tokens), np.float32)
         scores[self._offset : self._offset + len(proto.scores)] = proto.scores
-        flag = self._directory.flag
+        flag, ends = self._directory.flag, self._directory.class_name(False) in _WITH_END
         return _metadata(
             tokens=self._tokens,
             scores=scores,
@@ -122,7 +124,7 @@ class SentencePieceModelTokenizer(SentencePieceTokenizer):
             bos_token_id=ids["bos"],
             eos_token_id=ids["eos"],
             add_bos_token=flag("add_bos_token", True) and ids["bos"] is not None,
-            add_eos_token=flag("add_eos_token", False) and ids["eos"] is not None,
+            add_eos_token=flag("add_eos_token", ends) and ids["eos"] is not None,
             add_space_prefix=flag("add_prefix_space", True) and proto.prefix,
         )
 

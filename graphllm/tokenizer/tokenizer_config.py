@@ -29,6 +29,11 @@ _CLASS_OF = {
     **dict.fromkeys(("gpt2", "gptj", "opt", "phi", "starcoder2"), "GPT2Tokenizer"),
     **dict.fromkeys(("gpt_neox", "olmo", "mpt"), "GPTNeoXTokenizer"),
     "xglm": "XGLMTokenizer",
+    "t5": "T5Tokenizer",
+    "pegasus": "PegasusTokenizer",
+    "marian": "MarianTokenizer",
+    "m2m_100": "M2M100Tokenizer",
+    "mbart": "MBartTokenizer",
     **dict.fromkeys(
         ("mistral", "mixtral", "phi3", "glm", "glm4", "olmo2", "granite", "stablelm"), GENERIC
     ),
