@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from .api import LLM, RequestHandle, load
     from .api.async_llm import AsyncLLM
     from .embedding import EmbeddingModel
-    from .engine.request import Completion, Sampling
+    from .engine.completion import Completion
+    from .engine.request import Sampling
     from .engine.step_result import TokenLogprobs
     from .profiler.compare.comparison import compare
     from .profiler.diff.comparison import diff
@@ -60,7 +61,7 @@ _MODULE_OF = {
     "EmbeddingModel": "embedding",
     "AsyncLLM": "api.async_llm",
     "RequestHandle": "api",
-    "Completion": "engine.request",
+    "Completion": "engine.completion",
     "Sampling": "engine.request",
     "TokenLogprobs": "engine.step_result",
     "Executor": "runtime.executor",

@@ -45,8 +45,7 @@ def config(keys: Keys) -> EncoderConfig:
     dim, heads, width = mha_sizes(keys)
     offset = 0 if bert else keys("pad_token_id", int, 1) + 1  # RoBERTa counts on from the padding
     return EncoderConfig(
-        vocab=keys.positive("vocab_size"),
-        dim=dim,
+        vocab=keys.positive("vocab_size"), dim=dim,
         context=keys.positive("max_position_embeddings", 512) - offset,
         layers=(Layer(None),) * keys.layers(),
         attention=Attention(heads, heads, width, bias=True, out_bias=True),
@@ -56,8 +55,8 @@ def config(keys: Keys) -> EncoderConfig:
         ),
         norm=Norm(keys.eps("layer_norm_eps", 1e-12), "layer"),
         names=names("bert" if bert else "roberta"),
-        position_offset=offset,
         token_types=keys.positive("type_vocab_size", 2),
+        positions="learned", position_offset=offset,
     )  # fmt: skip
 
 
@@ -66,7 +65,8 @@ def names(model: str) -> ModuleNames:
     return ModuleNames(
         model=model, embed="embeddings.word_embeddings", embed_norm="embeddings.LayerNorm",
         positions="embeddings.position_embeddings", token_types="embeddings.token_type_embeddings",
-        layers="encoder.layer", attn="attention", q="self.query", k="self.key", v="self.value",
-        out="output.dense", post_attn_norm="attention.output.LayerNorm", mlp="",
-        up="intermediate.dense", down="output.dense", post_mlp_norm="output.LayerNorm",
+        layers="encoder.layer", norm="", attn="attention", pre_attn_norm="", q="self.query",
+        k="self.key", v="self.value", out="output.dense", mlp="", pre_mlp_norm="",
+        post_attn_norm="attention.output.LayerNorm", up="intermediate.dense", down="output.dense",
+        post_mlp_norm="output.LayerNorm",
     )  # fmt: skip

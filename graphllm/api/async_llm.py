@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from ..checkpoints.checkpoint import Checkpoint
 from ..engine.generation import Delivery
-from ..engine.request import Completion, Sampling
+from ..engine.completion import Completion
+from ..engine.request import Sampling
 from .llm import LLM
 from .prompts import Prompt, check_one_sample, parse_prompt, parse_prompts, parse_settings
 from .request_handle import RequestHandle

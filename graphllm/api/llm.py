@@ -19,12 +19,15 @@ from ..arguments import (
     mapping,
     path,
     texts,
+    token_ids,
 )
 from ..engine.engine import PrefillCallback
-from ..engine.request import Completion, Sampling
+from ..engine.completion import Completion
+from ..engine.request import Sampling
 from ..engine.trace import Patch, Tracer
 from ..errors import RequestError
 from ..loading.loaded_model import LoadedModel
+from ..model.batch import source_length
 from ..runtime.executor import Progress
 from .prompts import Prompt, check_one_sample, parse_prompt, parse_prompts
 from .text_generator import TextGenerator
@@ -235,16 +238,40 @@ class LLM(TextGenerator):
         )
 
     # -- values and times
-    def logits(self, prompt: Prompt, last: bool = False) -> np.ndarray:
+    def logits(
+        self, prompt: Prompt, last: bool = False, target: Sequence[int] | None = None
+    ) -> np.ndarray:
         """Return the logits float32 [T, vocab] of a prompt, and clear the KV cache.
 
-        ``last``: return [vocab], the logits of the last position. RequestError: invalid prompt.
+        Args:
+            prompt: a string or token ids; the source of an encoder-decoder.
+            last: return [vocab], the logits of the last position.
+            target: token ids of an encoder-decoder's target, whose logits are returned, from the
+                decoder's start token on; by default only the forced first tokens.
+
+        Raises:
+            RequestError: invalid prompt, or a target for a decoder.
         """
-        check({"last": flag}, {"last": last})
-        ids = self._ids(prompt, "llm.logits")
+        rules: dict[str, Rule] = {"last": flag, "target": Optional(token_ids)}
+        own = check(rules, {"last": last, "target": target})
+        ids = self._tokens(parse_prompt(prompt, "llm.logits"), own["target"])
         with self.engine.lock.hold("llm.logits"), self.engine.evaluation(ids) as evaluation:
             chunks = list(evaluation.logits(ids, last))
         return chunks[0][0] if last else np.concatenate(chunks)
+
+    def _tokens(self, prompt: str | Sequence[int], target: Sequence[int] | None) -> list[int]:
+        """Return the checked tokens of a sequence, and those of a target behind its source."""
+        if target is not None and self.seq2seq is None:
+            raise RequestError(
+                "target is for encoder-decoders, but the model is a decoder", "target"
+            )
+        tokens, _ = self._sequence(prompt, Sampling(), Completion())
+        if target is None:
+            return tokens
+        if not target:
+            raise RequestError("the target is empty", "target")
+        self.check_ids(target)
+        return [*tokens[: source_length(tokens)], *target]
 
     def scopes(self) -> list[str]:
         """Return the scopes that `trace` accepts, in order of execution."""

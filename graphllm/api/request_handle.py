@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..engine.batcher import Recorders
 from ..engine.engine import Engine, PrefillCallback
 from ..engine.generation import CANCELLED, Generation, Prefilled, Sampled
-from ..engine.request import Completion
+from ..engine.completion import Completion
 
 
 class RequestProgress(NamedTuple):

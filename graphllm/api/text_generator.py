@@ -11,9 +11,11 @@ from ..arguments import Optional, check, flag, function, quote
 from ..engine.batcher import Recorders
 from ..engine.engine import PrefillCallback
 from ..engine.generation import Delivery
-from ..engine.request import Completion, Sampling
+from ..engine.completion import Completion
+from ..engine.request import Sampling
 from ..errors import RequestError
 from ..loading.loaded_model import LoadedModel
+from ..model.batch import source_tokens
 from ..progress import request_progress
 from .prompts import Prompt, check_one_sample, parse_prompt, parse_prompts, parse_settings
 from .request_handle import RequestHandle, wait_any
@@ -234,8 +236,7 @@ class TextGenerator(LoadedModel):
         """Check a request and add it to the batch; ``completion`` gets its prompt and seed."""
         check({"seen": Optional(function)}, {"seen": seen})
         completion.seed = sampling.seed or 0
-        completion.prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self.check_ids([*completion.prompt_ids, *sampling.token_ids])
+        ids, sampling = self._sequence(prompt, sampling, completion)
         completion.timings.load_s = self.load_s
         tokenizer = self.tokenizer if self.file.has_vocabulary else None
         if sampling.stop and tokenizer is None:
@@ -244,7 +245,7 @@ class TextGenerator(LoadedModel):
         own = Delivery() if delivery is None else delivery
         first, *others = (
             self.engine.submit(
-                completion.prompt_ids, sampling, ends, tokenizer=tokenizer, sample_index=index,
+                ids, sampling, ends, tokenizer=tokenizer, sample_index=index,
                 delivery=replace(own, wakeups=SimpleQueue()) if index else own,
             )
             for index in range(sampling.n if sampling.beams == 1 else 1)
@@ -255,9 +256,44 @@ class TextGenerator(LoadedModel):
         ]
         return RequestHandle(self.engine, first, completion, seen, profile, alternatives)
 
+    def encode_prompt(self, text: str, sampling: Sampling) -> str | list[int]:
+        """Return what `generate` takes for a text: its ids, or a source as it is.
+
+        RequestError: a source is too long, or a language is unknown; see `seq2seq.Seq2Seq`.
+        """
+        if self.seq2seq is None:
+            _check_no_languages(sampling)
+            return self.encode(text)
+        self.seq2seq.request(text, sampling, lambda: self.languages)
+        return text
+
+    def _sequence(
+        self, prompt: str | Sequence[int], sampling: Sampling, completion: Completion
+    ) -> tuple[list[int], Sampling]:
+        """Return the tokens and the settings of a request; ``completion`` gets its prompt."""
+        if self.seq2seq is None:
+            _check_no_languages(sampling)
+            ids = completion.prompt_ids = (
+                self.encode(prompt) if isinstance(prompt, str) else [*prompt]
+            )
+            self.check_ids([*ids, *sampling.token_ids])
+            return ids, sampling
+        source, target, settings = self.seq2seq.request(prompt, sampling, lambda: self.languages)
+        completion.prompt_ids = [*source, *target]
+        self.check_ids([*completion.prompt_ids, *settings.token_ids])
+        return [*source_tokens(source), *target], settings
+
     def _eos_ids(self) -> Collection[int]:
         """Return the EOS ids of the model, as far as its file states them."""
         if self.file.has_vocabulary:
             return self.tokenizer.eog_ids
         stated = getattr(self.file, "eos_token_ids", None)
         return stated(self.decoder.cfg.vocab) if stated is not None else ()
+
+
+def _check_no_languages(sampling: Sampling) -> None:
+    """Raise RequestError if the settings name a language."""
+    for name in ("source_lang", "target_lang"):
+        if (given := getattr(sampling, name)) is not None:
+            text = f"{name} = {quote(given)} has no use: the model is a decoder without languages"
+            raise RequestError(text, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from ..engine.request import Completion
+from ..engine.completion import Completion
 from ..tokenizer import Tokenizer
 from .rendered_chat import RenderedChat, encode_chat
 from .template import ChatTemplate

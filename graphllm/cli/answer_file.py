@@ -11,7 +11,7 @@ from .output import OutputError, check_writable
 from .prompt_lines import PromptFile, PromptLine
 
 if TYPE_CHECKING:
-    from ..engine.request import Completion
+    from ..engine.completion import Completion
 
 
 def answer_line(line: PromptLine, done: Completion) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from .prompt_lines import PromptFile, PromptLine
 
 if TYPE_CHECKING:
     from ..api import LLM, RequestHandle
-    from ..engine.request import Completion
+    from ..engine.completion import Completion
 
 # Requests that are submitted at once, for each that runs. Answers are written in order, so those
 # behind a long one wait in memory; with fewer, the batch would run empty meanwhile.

@@ -19,7 +19,7 @@ from .sampling_options import ChatSamplingOptions
 
 if TYPE_CHECKING:
     from ..chat import Conversation
-    from ..engine.request import Completion
+    from ..engine.completion import Completion
 
 HELP = '''\
 /reset       forget the conversation
@@ -156,7 +156,7 @@ class ChatLoop:
         return True
 
     def _answer(self, text: str) -> None:
-        from ..engine.request import Completion
+        from ..engine.completion import Completion
 
         done = Completion()
         try:

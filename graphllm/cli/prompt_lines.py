@@ -42,15 +42,17 @@ class PromptLine:
     messages: list[Any] | None
     sampling: Sampling
 
-    def encode(self, llm: LLM) -> list[int]:
-        """Return the token ids of the prompt. RequestError: it is invalid for this model."""
+    def encode(self, llm: LLM) -> str | list[int]:
+        """Return the prompt as ``llm.generate`` takes it. RequestError: it is invalid for it."""
+        ids: str | list[int]
         if self.messages is not None:
             ids = self.call(llm.encode_chat, self.messages)
         elif isinstance(self.prompt, str):
-            ids = self.call(llm.encode, self.prompt)
+            ids = self.call(llm.encode_prompt, self.prompt, self.sampling)
         else:
             ids = self.prompt or []
-        self.call(llm.check_ids, [*ids, *self.sampling.token_ids])
+        known = ids if isinstance(ids, list) else []
+        self.call(llm.check_ids, [*known, *self.sampling.token_ids])
         return ids
 
     def call(self, function: Callable[..., R], *arguments: Any, **more: Any) -> R:

@@ -19,7 +19,8 @@ from .sampling_options import RunSamplingOptions
 
 if TYPE_CHECKING:
     from ..api import LLM
-    from ..engine.request import Completion, Sampling
+    from ..engine.completion import Completion
+    from ..engine.request import Sampling
 
 PARALLEL = 16  # requests that run at once, by default
 
@@ -78,6 +79,8 @@ def run(
     graphllm run model.gguf -f question.txt --chat --json
 
     graphllm run model.gguf -f prompts.jsonl -o answers.jsonl
+
+    graphllm run DIRECTORY -p "Where is the station?" --target-lang fra_Latn --beams 4
     """
     if file is not None and not prompt and file.suffix.lower() == ".jsonl":
         from .batch_run import run_batch
@@ -112,18 +115,22 @@ def run(
     _ = llm.tokenizer  # raises if there is none, before anything is printed
     if not chat and sys.stderr.isatty() and llm.has_template:
         note("note: the model has a chat template; `graphllm chat` and `run --chat` apply it")
-    asked = [_chat_ids(llm, text, system) if chat else llm.encode(text) for text in texts]
+    asked = [
+        _chat_ids(llm, text, system) if chat else llm.encode_prompt(text, sampling)
+        for text in texts
+    ]
     llm.check_ids(sampling.token_ids)
     for ids in asked:
         _check_length(llm, ids)
     for text, ids in zip(texts, asked):
-        _generate(llm, ids, "" if chat else text, sampling, options.seed, as_json)
+        shown = "" if chat or llm.seq2seq else text  # a source is not a part of the answer
+        _generate(llm, ids, shown, sampling, options.seed, as_json)
 
 
-def _check_length(llm: LLM, ids: list[int]) -> None:
+def _check_length(llm: LLM, ids: str | list[int]) -> None:
     """Raise RequestError if a prompt does not fit the context, before any of it is printed."""
     most = llm.limits.context
-    if len(ids) > most:
+    if not isinstance(ids, str) and len(ids) > most:
         own = llm.decoder.cfg.context
         text = f"the prompt has {len(ids)} tokens, the context holds {most}"
         if most < own:
@@ -159,14 +166,14 @@ def _chat_ids(llm: LLM, text: str, system: str | None) -> list[int]:
 
 def _generate(
     llm: LLM,
-    prompt: list[int],
+    prompt: str | list[int],
     shown: str,
     sampling: Sampling,
     seed: int | None,
     as_json: bool,
 ) -> None:
     """Generate from one prompt; print ``shown``, then the generated text as it is sampled."""
-    from ..engine.request import Completion
+    from ..engine.completion import Completion
 
     done = Completion()
     if sampling.n > 1 or sampling.beams > 1:

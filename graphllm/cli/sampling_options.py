@@ -224,6 +224,14 @@ class RunSamplingOptions(SamplingOptions):
         str | None,
         Option("--grammar", help="Lark grammar that the answer matches: its text, or a file."),
     ] = None
+    source_lang: Annotated[
+        str | None,
+        Option("--source-lang", help="Language code of the source (translation models)."),
+    ] = None
+    target_lang: Annotated[
+        str | None,
+        Option("--target-lang", help="Language code of the answer (translation models)."),
+    ] = None
 
     def sampling(self) -> Sampling:
         """Return the sampling settings; see `SamplingOptions.sampling`."""

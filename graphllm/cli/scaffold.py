@@ -53,7 +53,7 @@ def write_model_file(
         RequestError: invalid name, unknown family, existing file without ``force``, or the file
             cannot be written.
     """
-    known = sorted(family.name for family in models.specs() if not family.is_encoder)
+    known = sorted(family.name for family in models.specs() if family.is_decoder)
     if not name.isidentifier() or keyword.iskeyword(name):
         raise RequestError(
             f"{name!r} cannot be a model file's name: "

@@ -150,7 +150,7 @@ class EmbeddingModel:
         spec = model_spec(file, model_def)
         if not spec.is_encoder:
             raise RequestError(
-                f"{file.path}: {spec.name} is a decoder; only encoders compute embeddings"
+                f"{file.path}: {spec.name} has a decoder; only encoders compute embeddings"
             )
         encoder = build_model(file, spec, type, executor["backends"], options)
         assert isinstance(encoder, Encoder)

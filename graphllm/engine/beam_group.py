@@ -105,6 +105,8 @@ class BeamGroup:
         """
         self.generation, self._tokenizer = generation, tokenizer
         sampling, prompt = generation.sampling, generation.sequence.prompt_tokens
+        source = generation.sequence.source
+        self._has_source = source > 0
         self._sampling, self._eos_ids = sampling, list(eos_ids)
         self._context = limits.context
         self.rules = BeamSearch(
@@ -117,6 +119,8 @@ class BeamGroup:
             early_stopping=sampling.early_stopping,
             groups=sampling.beam_groups,
             diversity_penalty=sampling.diversity_penalty,
+            forced_eos_id=sampling.forced_eos_id,
+            forced=max(0, prompt - source - 1) if source else 0,
         )
         if self.rules.candidates > limits.candidates:
             raise RequestError(
@@ -235,6 +239,6 @@ class BeamGroup:
         elif len(ids) < self._sampling.max_tokens:
             note = f"the context of {self._context} tokens is full: the answer is cut off"
         if self._tokenizer is not None:
-            stream = self._tokenizer.stream(continuation=True)
+            stream = self._tokenizer.stream(continuation=not self._has_source)
             text = "".join([*map(stream.push, ids), stream.finish()])
         return Answer(ids, text, "stop" if stopped else "length", found.score, note)

@@ -74,6 +74,9 @@ class BeamSearch:
             ``beams``.
         diversity_penalty: what a candidate loses for each live hypothesis of an earlier group
             that was continued by the same token in the same step.
+        forced_eos_id: the last of ``most`` tokens; None: any token.
+        forced: number of tokens before the generated ones that count in the length (forced first
+            tokens of an encoder-decoder, which transformers generates).
     """
 
     beams: int
@@ -85,6 +88,8 @@ class BeamSearch:
     early_stopping: bool | str = False
     groups: int = 1
     diversity_penalty: float = 0.0
+    forced_eos_id: int | None = None
+    forced: int = 0
 
     @property
     def width(self) -> int:
@@ -130,7 +135,11 @@ class BeamSearch:
     def _advance(
         self, group: Group, candidates: Mapping[Tokens, Candidates], chosen: Counter[int]
     ) -> Group:
+        length = len(group.live[0].tokens) + 1
         parts = [candidates[hypothesis.tokens] for hypothesis in group.live]
+        if self.forced_eos_id is not None and length == self.most:
+            last = Candidates(np.array([self.forced_eos_id], np.int32), np.zeros(1, np.float32))
+            parts = [last] * len(parts)
         ids = np.concatenate([part.ids for part in parts])
         totals = np.concatenate([part.logprobs for part in parts]).astype(np.float64)
         counts = [len(part.ids) for part in parts]
@@ -140,7 +149,6 @@ class BeamSearch:
         origins = np.repeat(np.arange(len(parts)), counts)
         order = np.argsort(-totals, kind="stable")  # NaN last
         order = order[np.isfinite(totals[order])]
-        length = len(group.live[0].tokens) + 1
         ends = self.ends(length)
         live, finished = list[Hypothesis](), list(group.finished)
         for rank, at in enumerate(order.tolist()):
@@ -150,7 +158,7 @@ class BeamSearch:
                 break
             if rank < self.width if end else len(live) < self.width:
                 tokens = (*group.live[origins[at]].tokens, token)
-                made = Hypothesis(tokens, total, total / length**self.length_penalty)
+                made = Hypothesis(tokens, total, self._score(total, length))
                 (finished if end else live).append(made)
         finished = sorted(finished, key=lambda each: -each.score)[: self.width]
         return Group(() if self._ended(live, finished) else tuple(live), tuple(finished))
@@ -168,7 +176,10 @@ class BeamSearch:
         length = len(live[0].tokens)
         if self.early_stopping == NEVER and self.length_penalty > 0:
             length = self.most
-        return live[0].logprob / length**self.length_penalty <= finished[-1].score
+        return self._score(live[0].logprob, length) <= finished[-1].score
+
+    def _score(self, logprob: float, length: int) -> float:
+        return logprob / (length + self.forced) ** self.length_penalty
 
 
 def best(state: tuple[Group, ...], count: int) -> list[Hypothesis]:

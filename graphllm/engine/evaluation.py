@@ -8,6 +8,7 @@ import numpy as np
 
 from ..compiler.plan import Plan
 from ..errors import RequestError
+from ..model.batch import source_length
 from .forward_feeds import Feeds, Span, forward_feeds
 from .runner import Runner
 
@@ -81,9 +82,20 @@ class Evaluation:
     ) -> dict[str, np.ndarray]:
         return self._runner.executor.run(plan, *self._feeds(tokens, rows), fetch=fetch)
 
+    def encode(self, source: Sequence[int]) -> None:
+        """Append a source, whose tokens have no logits."""
+        self._feeds(source, np.zeros(1))  # reserves its blocks
+        self._runner.encode([Span(source, 0, self._prefix, self._blocks)])
+        self._append(source)
+
     def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
-        """Yield logits [rows, vocab] of successive chunks of ``tokens``, or of the last token."""
-        size, at = self._runner.limits.tokens if last else self._rows, 0
+        """Yield logits [rows, vocab] of successive chunks of ``tokens``, or of the last token.
+
+        Tokens of a source have none.
+        """
+        size, at = self._runner.limits.tokens if last else self._rows, source_length(tokens)
+        if at:
+            self.encode(tokens[:at])
         while at < len(tokens):
             chunk = tokens[at : max(at + size, self._prefix)]
             at += len(chunk)

@@ -13,7 +13,7 @@ from ..compiler.placement import Tap
 from ..errors import NumericError, OutOfMemory
 from ..graph.rewrite import root, toposort
 from ..graph.tensor import STATE, Tensor, Var
-from ..model.batch import Limits
+from ..model.batch import Limits, source_length
 from ..runtime.executor import Executor
 from .evaluation import Evaluation
 
@@ -128,7 +128,10 @@ def _run(
     bounds = {"T": (1, rows), "S": (1, 1), "Q": (2, 2), "N": (1, 1)}
     plan = engine.executor.tap(taps, bounds)
     with engine.evaluation(tokens) as evaluation:
-        for at in range(0, len(tokens), rows):
+        source = source_length(tokens)
+        if source:
+            evaluation.encode(tokens[:source])
+        for at in range(source, len(tokens), rows):
             piece = tokens[at : at + rows]
             last = np.array([len(piece) - 1])
             values = evaluation.append(plan, piece, last, plan.outputs.keys())

@@ -15,7 +15,8 @@ from ..errors import NumericError, RequestError
 from ..tokenizer import Tokenizer
 from .block_manager import SequenceBlocks
 from .logits_processors import ForcedIds, LogitsProcessor
-from .request import Completion, Sampling
+from .completion import Completion
+from .request import Sampling
 from .sampler import PROCESSED
 from .sequence import ActiveSequence
 from .step_result import TokenLogprobs
@@ -146,7 +147,7 @@ class Generation:
             delivery: how the consumer waits; by default it runs the steps.
         """
         self.sequence, self.sampling, self.settings = sequence, sampling, settings
-        forced = ForcedIds(sampling.forced_ids, sequence.prompt_tokens)
+        forced = ForcedIds(sampling.forced_ids, sequence.prompt_tokens - sequence.source)
         self._use_processors((*sampling.processors, *([forced] if forced.ids else [])))
         self.asks_logprobs, self.asks_candidates = sampling.logprobs is not None, False
         self.grammar: GrammarState | None = None
@@ -155,7 +156,8 @@ class Generation:
 
             self.grammar = start_grammar(vars(sampling), tokenizer)
         self._end_ids, self._context = end_ids, context
-        self._text = tokenizer.stream(continuation=True) if tokenizer else None
+        follows = not sequence.source  # the answer continues the prompt's text
+        self._text = tokenizer.stream(continuation=follows) if tokenizer else None
         self._matcher = StopStringMatcher(sampling.stop)
         self.events: deque[Prefilled | Sampled] = deque()
         self.delivery = Delivery() if delivery is None else delivery
@@ -221,6 +223,8 @@ class Generation:
         if token in self._end_ids or (may_stop and token in sampling.stop_ids):
             self._ended_by_token = True
             return self._finish("stop", at)
+        if sampling.forced_eos_id is not None and self.count + 1 >= sampling.max_tokens:
+            return self._finish("length", at)
         text = self._text.push(token) if self._text else ""
         if self.count + 1 >= sampling.min_tokens:
             text = self._matcher.push(text)

@@ -1,4 +1,4 @@
-"""A request's sampling settings (`Sampling`) and its result (`Completion`)."""
+"""Sampling settings and stop conditions of a request (`Sampling`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from ..errors import RequestError
 from ..model.batch import Limits
 from .beam_arguments import BEAM_RULES, check_beams
 from .logits_processors import LogitsProcessor
-from .step_result import TokenLogprobs
 
 MAX_SAMPLES = 1024  # of one prompt
 GRAMMARS = ("json_schema", "regex", "grammar")  # fields, of which one at most is given
@@ -72,6 +71,9 @@ _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
     "json_schema": Optional(_json_schema),
     "regex": Optional(text),
     "grammar": Optional(text),
+    "forced_eos_id": Optional(Integer(0, 2**31 - 1)),
+    "source_lang": Optional(text),
+    "target_lang": Optional(text),
     "prompt_logprobs": Optional(Integer(0, Limits.top_logprobs)),
     "logprobs": Optional(Integer(0, Limits.top_logprobs)),
     **BEAM_RULES,
@@ -92,6 +94,7 @@ ALIASES = {
     "num_return_sequences": "n",
     "num_beams": "beams",
     "num_beam_groups": "beam_groups",
+    "forced_eos_token_id": "forced_eos_id",
 }
 
 
@@ -161,6 +164,10 @@ class Sampling:
             ends when nothing can follow, or at ``max_tokens``. Needs the extra ``structured``.
         regex: as json_schema, a regular expression (Rust's syntax) that the whole answer matches.
         grammar: as json_schema, a grammar in llguidance's variant of Lark.
+        forced_eos_id: EOS id that is the last one of ``max_tokens`` tokens, so that an answer has
+            at most one fewer. None: that of an encoder-decoder's file; a decoder has none.
+        source_lang: language code of the source, for encoder-decoders with such codes.
+        target_lang: language code of the answer, for encoder-decoders with such codes.
         beams: number of beams of a beam search, which replaces sampling; 1: none. The best ``n``
             sequences that it finds are the answers. Samplers, penalties, logits processors, stop
             strings and log-probabilities cannot be combined with it.
@@ -209,6 +216,9 @@ class Sampling:
     json_schema: str | Mapping[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
+    forced_eos_id: int | None = None
+    source_lang: str | None = None
+    target_lang: str | None = None
     beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
@@ -242,7 +252,8 @@ class Sampling:
     def token_ids(self) -> list[int]:
         """All token ids that the settings mention."""
         lists = (self.stop_ids, self.logit_bias, self.banned_ids, self.allowed_ids)
-        return [i for each in (*lists, self.dry_breaker_ids, self.forced_ids) for i in each]
+        end = () if self.forced_eos_id is None else (self.forced_eos_id,)
+        return [i for each in (*lists, self.dry_breaker_ids, self.forced_ids, end) for i in each]
 
     @classmethod
     def from_arguments(cls, where: str, arguments: Mapping[str, Any]) -> Sampling:
@@ -291,110 +302,3 @@ class Sampling:
             if self.seed is not None
             else replace(self, seed=int.from_bytes(os.urandom(4), "big"))
         )
-
-
-@dataclass
-class Timings:
-    """Timings of one request, in seconds.
-
-    Attributes:
-        load_s: time that loading the model took.
-        queue_s: waiting for other requests on the model; not part of prefill_s and decode_s.
-        ttft_s: time to the first token, waiting included.
-        prefill_s: time of the prefill.
-        prefill_tokens: prompt tokens computed; tokens found in the cache do not count.
-        decode_s: time after the first token.
-        decode_tokens: tokens sampled after the first one.
-    """
-
-    load_s: float = 0.0
-    queue_s: float = 0.0
-    ttft_s: float = 0.0
-    prefill_s: float = 0.0
-    prefill_tokens: int = 0
-    decode_s: float = 0.0
-    decode_tokens: int = 0
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the times in seconds, and the rates of prefill and decode in tokens/s."""
-        return {
-            "load_s": round(self.load_s, 4),
-            "queue_s": round(self.queue_s, 4),
-            "ttft_s": round(self.ttft_s, 4),
-            "prefill_tok_s": round(_rate(self.prefill_tokens, self.prefill_s), 2),
-            "decode_tok_s": round(_rate(self.decode_tokens, self.decode_s), 2),
-        }
-
-
-def _rate(count: int, seconds: float) -> float:
-    return count / seconds if seconds > 0 else 0.0
-
-
-@dataclass
-class Completion:
-    """Result of a generation request.
-
-    Attributes:
-        prompt_ids: token ids of the prompt.
-        ids: sampled token ids, without EOS and stop tokens but with those of a stop string.
-        text: generated text, up to the stop string.
-        finish_reason: ``stop`` (EOS token, stop string or stop token id) or ``length``
-            (``max_tokens`` reached, or the context is full: then ``notes`` says so); ``cancelled``
-            if the caller ended the request.
-        seed: seed of the sampling.
-        cached_tokens: prompt tokens that were found in the KV cache.
-        notes: remarks for the user, one line each.
-        timings: see `Timings`.
-        logprobs: `TokenLogprobs` of each of ``ids``, if ``Sampling.logprobs`` asks for them.
-        prompt_logprobs: `TokenLogprobs` of each of ``prompt_ids`` after the first, if
-            ``Sampling.prompt_logprobs`` asks for them.
-        alternatives: the further samples of the prompt, if ``Sampling.n`` asks for them.
-        score: of a beam search: sum of the log-probabilities, the end token's included and less the
-            diversity penalties, divided by the number of tokens ** ``length_penalty``.
-    """
-
-    prompt_ids: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str = "length"
-    seed: int = 0
-    cached_tokens: int = 0
-    notes: list[str] = field(default_factory=list)
-    timings: Timings = field(default_factory=Timings)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    alternatives: list[Completion] = field(default_factory=list)
-    score: float | None = None
-
-    @property
-    def choices(self) -> list[Completion]:
-        """All samples of the prompt."""
-        return [self, *self.alternatives]
-
-    def new_sample(self) -> Completion:
-        """Return an empty completion of the same prompt, seed and load time."""
-        timings = Timings(load_s=self.timings.load_s)
-        return Completion(self.prompt_ids, seed=self.seed, timings=timings)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the object that ``graphllm run --json`` prints, without the placement.
-
-        It has ``logprobs``, ``prompt_logprobs``, ``alternatives`` and ``score`` only if there are
-        any.
-        """
-        found: dict[str, Any] = {
-            "prompt_tokens": len(self.prompt_ids),
-            "cached_tokens": self.cached_tokens,
-            "tokens": self.ids,
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            "seed": self.seed,
-            "notes": self.notes,
-            "timings": self.timings.as_dict(),
-        }
-        for name in ("logprobs", "prompt_logprobs", "alternatives"):
-            if entries := getattr(self, name):
-                found[name] = [each.as_dict() for each in entries]
-        if self.score is not None:
-            found["score"] = self.score
-        return found

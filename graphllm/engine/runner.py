@@ -11,7 +11,7 @@ import numpy as np
 from ..compiler.plan import Plan
 from ..errors import RequestError
 from ..graph.tensor import Tensor
-from ..model.batch import CacheSpec, Limits
+from ..model.batch import ENCODED, CacheSpec, Limits, source_tokens
 from ..ops.sampling import mask_words
 from ..runtime.decode_loop import DecodeLoop
 from ..runtime.executor import Executor
@@ -22,7 +22,7 @@ from .logits_processors import process_logits
 from .prompt_logprobs import prompt_logprobs, prompt_plan
 from .sampler import PROCESSED, STAGES, fed_rows
 from .sampling_feeds import Row, mask_feed, sampling_feeds
-from .sequence import Chunk, StepRecorder
+from .sequence import ActiveSequence, Chunk, StepRecorder
 from .sequence_blocks import BlockCopy
 from .step_result import StepResult, TokenLogprobs
 
@@ -71,6 +71,7 @@ class Runner:
         vocab = outputs["logits"].meta.inner[0]
         self._fed_rows = fed_rows(limits, vocab)
         self._masks = np.empty((limits.sequences, mask_words(vocab)), np.int32)
+        self._encoded = {n: node for n, node in outputs.items() if n.startswith(ENCODED)}
         self._loop: _Loop | None = None
         self._advanced: list[Row] = []  # rows whose next step needs no feeds
 
@@ -92,7 +93,18 @@ class Runner:
         names = [f"sampled{last}", f"logprobs{last}", *LOGPROBS[1:], *CANDIDATES, "hidden"]
         forward = [self.plan(names, self.limits.tokens, most, most)] if most > 1 else []
         fed = self._fed_plan(["sampled", *LOGPROBS], self._fed_rows)
-        return [*forward, fed, prompt_plan(self.executor, self.outputs)]
+        encode = [self.encode_plan(most)] if self.encodes else []
+        return [*forward, *encode, fed, prompt_plan(self.executor, self.outputs)]
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the model is an encoder-decoder."""
+        return bool(self._encoded)
+
+    def encode_plan(self, sequences: int = 1) -> Plan:
+        """Return the plan that encodes the sources of at most this many sequences."""
+        bounds = {"T": (1, self.limits.tokens), "Q": (2, sequences + 1)}
+        return self.executor.compile(self._encoded, bounds)
 
     def _fed_plan(self, names: Rows[str], rows: int) -> Plan:
         """Return the plan that samples from at most ``rows`` rows that the host has changed."""
@@ -115,6 +127,9 @@ class Runner:
             recorder: recorder of the step.
         """
         self.reset()
+        chunks, rows = self._encode_sources(chunks, rows)
+        if not chunks:
+            return _NOTHING
         size, sampling = self.bucket(len(chunks)), sum(chunk.samples for chunk in chunks)
         processing = any(row.processors for row in rows[:sampling])
         chosen = CANDIDATES if any(row.asks_candidates for row in rows[:sampling]) else []
@@ -147,6 +162,32 @@ class Runner:
         self._advanced = rows if every else []
         return result
 
+    def _encode_sources(
+        self, chunks: Rows[Chunk], rows: list[Row]
+    ) -> tuple[list[Chunk], list[Row]]:
+        """Encode the sources in ``chunks``; return the chunks of targets, and their rows."""
+        sources = [
+            Span(c.sequence.tokens[: c.sequence.prefix], 0, c.sequence.prefix, row.blocks)
+            for c, row in zip(chunks, rows)
+            if c.start < c.sequence.prefix
+        ]
+        if not self.encodes or not sources:
+            return [*chunks], rows
+        self.encode(sources)
+        targets = [
+            chunk._replace(start=max(chunk.start, chunk.sequence.prefix)) for chunk in chunks
+        ]
+        left = [(c, row) for c, row in zip(targets, rows) if c.start < c.stop]
+        return [chunk for chunk, _ in left], [row for _, row in left]
+
+    def encode(self, sources: Rows[Span]) -> None:
+        """Compute the sources of encoder-decoders, whose keys and values the targets attend to."""
+        spans = [span._replace(tokens=source_tokens(span.tokens)) for span in sources]
+        feeds, _ = forward_feeds(self.manager, spans)
+        pairs = sum(len(span.tokens) ** 2 for span in spans)
+        plan = self.encode_plan(self.bucket(len(spans)))
+        self.executor.run(plan, feeds, {"kv_sum": pairs}, fetch=())
+
     def _process(self, found: Mapping[str, np.ndarray], rows: Rows[Row]) -> StepResult:
         """Apply the logits processors of ``rows``, and sample.
 
@@ -156,7 +197,7 @@ class Runner:
         for index, row in enumerate(rows):
             own = found["processed"][index]
             try:
-                own[:] = process_logits(row.processors, row.sequence.tokens, own)
+                own[:] = process_logits(row.processors, _own_tokens(row.sequence), own)
             except RequestError as error:
                 errors[index] = error
         names, most = ["sampled", *_if_asked(rows, [*LOGPROBS])], self._fed_rows
@@ -285,6 +326,11 @@ class Runner:
     def reset(self) -> None:
         """Forget the decode loop: the next step is fed by the host."""
         self._loop, self._advanced = None, []
+
+
+def _own_tokens(sequence: ActiveSequence) -> list[int]:
+    """Return the tokens of a sequence behind its source."""
+    return sequence.tokens[sequence.source :]
 
 
 def _stages(rows: Rows[Row]) -> int:

@@ -198,8 +198,11 @@ def _padded(ids: Sequence[int], width: int) -> np.ndarray:
 
 
 def _history_ring(tokens: Sequence[int], width: int) -> np.ndarray:
-    """Return the last ids as a ring [1, width]: position p in column p % width, -1 if empty."""
+    """Return the last ids as a ring [1, width]: position p in column p % width, -1 if empty.
+
+    Tokens of a source count as empty.
+    """
     ring = np.full((1, width), -1, np.int32)
     first = max(0, len(tokens) - width)
     ring[0, np.arange(first, len(tokens)) % width] = tokens[first:]
-    return ring
+    return np.maximum(ring, -1)

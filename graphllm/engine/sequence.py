@@ -42,6 +42,11 @@ class ActiveSequence:
     number: int = -1
 
     @property
+    def source(self) -> int:
+        """Number of tokens of the source, 0 unless the model is an encoder-decoder."""
+        return self.prefix if self.tokens[0] < 0 else 0
+
+    @property
     def order(self) -> tuple[int, int, int]:
         """Sort key: the sequence with the lowest one goes first."""
         return self.priority, self.arrival, self.number

@@ -71,7 +71,8 @@ def record_result(result: Node) -> None:
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _MODELS = tuple(str(p / "models") + os.sep for p in (Path(_PACKAGE), Path(_PACKAGE).parent))
 # Shared model code, whose lines are reported for nodes that a model leaves to it.
-_DECODER = tuple(str(Path(_PACKAGE, n)) for n in ("model/decoder.py", "model/decoder_blocks.py"))
+_SHARED = ("decoder", "blocks", "encoder", "encoder_decoder")
+_DECODER = tuple(str(Path(_PACKAGE, "model", f"{name}.py")) for name in _SHARED)
 _BUILDERS = (
     *_DECODER,
     *(str(Path(_PACKAGE, n)) for n in ("model/nn.py", "graph/tensor.py", "ops")),

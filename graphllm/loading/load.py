@@ -87,7 +87,7 @@ def build_decoder(
     file: Checkpoint, model_def: str | Path | None = None, kind: str | None = None,
     backends: Sequence[str] | None = None, options: Options | None = None,
 ) -> Decoder:  # fmt: skip
-    """Build the decoder of a model file.
+    """Build the decoder or the encoder-decoder of a model file.
 
     Args:
         file: the model file.
@@ -102,7 +102,7 @@ def build_decoder(
         RequestError: the model is an encoder.
     """
     spec = model_spec(file, model_def)
-    spec.check_decoder(file.path)
+    spec.check_decoder(file.path, with_encoder=True)
     found = build_model(file, spec, kind, backends, options)
     assert isinstance(found, Decoder)
     return found

@@ -31,6 +31,8 @@ from .load import (
 if TYPE_CHECKING:
     from ..chat import ChatTemplate
     from ..tokenizer import Tokenizer
+    from ..tokenizer.languages import Languages
+    from .seq2seq import Seq2Seq
 
 # Maximum number of tokenizer entries without an embedding row. Gemma 3 has one, for images.
 MAX_EXTRA_TOKENS = 16
@@ -47,7 +49,7 @@ class LoadedModel:
 
     # Attributes that `close` deletes.
     _freed: ClassVar[set[str]] = {
-        "file", "decoder", "executor", "engine", "tokenizer", "_template"
+        "file", "decoder", "executor", "engine", "tokenizer", "languages", "seq2seq", "_template"
     }  # fmt: skip
 
     def __init__(
@@ -80,8 +82,17 @@ class LoadedModel:
         self._template: ChatTemplate | None = None
         self.executor = Executor(self.decoder.weights, **executor_options)
         self.limits = sized_limits(decoder, self.executor, limits, kv_memory)
+        self.seq2seq = self._seq2seq()
         self.engine = Engine(self.decoder, self.executor, self.limits)
         self.load_s = 0.0
+
+    def _seq2seq(self) -> Seq2Seq | None:
+        """Return what makes the sequences of an encoder-decoder; None for a decoder."""
+        if not self.decoder.max_source(self.limits):
+            return None
+        from .seq2seq import Seq2Seq
+
+        return Seq2Seq(self.file, self.decoder, self.limits)
 
     def check_texts(self) -> None:
         """Report a tokenizer or a chat template that is invalid now, not at the first request.
@@ -102,6 +113,14 @@ class LoadedModel:
     def tokenizer(self) -> Tokenizer:
         """The file's tokenizer. ModelFileError: the file has none, or an invalid one."""
         return self.file.tokenizer()
+
+    @cached_property
+    def languages(self) -> Languages:
+        """Languages of the tokenizer of an encoder-decoder. ModelFileError: as for `tokenizer`."""
+        from ..tokenizer.languages import Languages
+        from ..tokenizer.tokenizer_config import TokenizerDirectory
+
+        return Languages.of(self.tokenizer, TokenizerDirectory(self.file.path))
 
     def encode(self, prompt: str) -> list[int]:
         """Return the token ids of a prompt, with a BOS token if the model uses one."""
@@ -230,12 +249,17 @@ class LoadedModel:
     def misses(self) -> list[str]:
         """Return one line for each op that missed the first backend, with the reason, and one for
         each pair of memories that a decode step copies between."""
-        plan = self.engine.decode_plan()
-        lines = [
-            f"{op} ran on {backend} ({count} steps per token): {why}"
-            for (op, backend, why), count in plan.misses().items()
-        ]
-        return lines + [f"a token needs {copies}" for copies in plan.copies()]
+        runner, plans = self.engine.batcher.runner, {"token": self.engine.decode_plan()}
+        if runner.encodes:
+            plans["source"] = runner.encode_plan()
+        lines = []
+        for what, plan in plans.items():
+            lines += [
+                f"{op} ran on {backend} ({count} steps per {what}): {why}"
+                for (op, backend, why), count in plan.misses().items()
+            ]
+            lines += [f"a {what} needs {copies}" for copies in plan.copies()]
+        return lines
 
     @property
     def gpu_offload(self) -> GpuOffload | None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from ..graph.tensor import Tensor, Var, feed, state
 
 MAX_LOGITS_BYTES = 64 << 20  # upper bound of the logits that a plan without sampling computes
+
+# Prefix of the names of the outputs that encode sources, see `encoder_decoder.EncoderDecoder`.
+ENCODED = "encoded."
 
 # Sources of step variables.
 FED = "fed"  # written by the host before a step
@@ -87,6 +91,19 @@ class Limits:
         """
         most = self.sequences * self.kept(window)
         return most if window or not self.kv_blocks else min(most, self.kv_blocks)
+
+
+def source_tokens(ids: Iterable[int]) -> list[int]:
+    """Return the ids of a source as they are in a sequence (below zero), or the other way round.
+
+    So a sequence of an encoder-decoder states where its source ends and its target begins.
+    """
+    return [~token for token in ids]
+
+
+def source_length(tokens: Iterable[int]) -> int:
+    """Return the number of tokens of a sequence's source; 0 for a decoder's sequence."""
+    return sum(1 for _ in takewhile(lambda token: token < 0, tokens))
 
 
 @dataclass(frozen=True)

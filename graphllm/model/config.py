@@ -16,6 +16,7 @@ ACTIVATIONS: dict[str, tuple[str, dict[str, str]]] = {
     "gelu_new": ("gelu", {"kind": "tanh"}),
     "gelu_pytorch_tanh": ("gelu", {"kind": "tanh"}),
     "gelu_fast": ("gelu", {"kind": "tanh"}),
+    "relu": ("relu", {}),
 }
 
 
@@ -106,6 +107,12 @@ class Attention:
     fused: str = ""
     sinks: bool = False  # one logit per head without a value (attention sinks)
     slopes: tuple[float, ...] = ()  # ALiBi slope of each head
+    # Biases of relative positions (T5): the weight [heads, 2 * bias_reach + 1] and the distance of
+    # key and query from which on they are equal; see `ops.attention`. 0: none.
+    bias_name: str = ""
+    bias_reach: int = 0
+    bias_buckets: int = 0  # of distances, in the file
+    skip_prefix: bool = False  # a prefix in the cache is not attended to, see `EncoderDecoder`
     mla: Mla | None = None
     # Token ids by which `Decoder.bidirectional_prefix` finds the end of a prompt's prefix in which
     # attention is not causal; empty for causal models.
@@ -186,9 +193,12 @@ class ModuleNames:
     head: str = "lm_head"
     pre_attn_norm: str = "input_layernorm"
     post_attn_norm: str = ""
+    pre_cross_norm: str = ""
+    post_cross_norm: str = ""
     pre_mlp_norm: str = "post_attention_layernorm"
     post_mlp_norm: str = ""
     attn: str = "self_attn"
+    cross_attn: str = ""
     q: str = "q_proj"
     k: str = "k_proj"
     v: str = "v_proj"
@@ -234,6 +244,8 @@ class ModelConfig:
     mlp: Mlp
     norm: Norm = Norm()
     names: ModuleNames = ModuleNames()
+    embed_scale: float = 1.0
+    positions: str = ""  # added to the embedding: "learned" (a table) or "sinusoidal"; "": none
     position_offset: int = 0  # position of the first token
     tied: bool = True  # the output head, if there is one, is the embedding matrix
     mtp_layers: int = 0  # trailing multi-token prediction layers, which are not loaded
@@ -244,8 +256,6 @@ class DecoderConfig(ModelConfig):
     """Architecture of a decoder-only model."""
 
     moe: Moe | None = None
-    embed_scale: float = 1.0
-    positions: str = ""  # added to the embedding: "learned" (a table) or "sinusoidal"; "": none
     parallel: bool = False  # attention and MLP read the same input
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP
     # Above 0, the residual is the norm's output times this (post-layer-norm residual), not x.
@@ -256,6 +266,21 @@ class DecoderConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class EncoderConfig(ModelConfig):
-    """Architecture of a bidirectional encoder with learned positions and a norm after each sum."""
+    """Architecture of a bidirectional encoder.
+
+    In a layer, ``pre_*_norm`` are norms before attention and MLP, ``post_*_norm`` norms after the
+    sums; a model has the ones or the others.
+    """
 
     token_types: int = 0  # rows of the table of token types; 0: none
+
+
+@dataclass(frozen=True)
+class EncoderDecoderConfig(DecoderConfig):
+    """Architecture of an encoder-decoder; the inherited fields are those of the decoder.
+
+    Norms of layers are placed as in `EncoderConfig`.
+    """
+
+    encoder: EncoderConfig | None = None
+    logits_bias: str = ""  # name of a weight [vocab] that is added to the logits; "": none

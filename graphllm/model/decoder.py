@@ -13,6 +13,7 @@ from ..errors import RequestError, UnusedTensors
 from ..graph.dtype import dtype
 from ..graph.tensor import Tensor, scope
 from .batch import Batch, CacheSpec, Limits
+from .blocks import DecoderBlocks, split_columns
 from .config import (
     SANDWICH_NORMS,
     Attention,
@@ -25,7 +26,6 @@ from .config import (
     Norm,
     Rope,
 )
-from .decoder_blocks import DecoderBlocks, split_columns
 from .mla import mla_attention
 from .moe import moe_mlp
 
@@ -92,6 +92,10 @@ class Decoder(DecoderBlocks):
         """
         return 0
 
+    def max_source(self, limits: Limits) -> int:
+        """Return the maximum number of tokens of a source; 0 unless it is an encoder-decoder."""
+        return 0
+
     # -- the graph
     def build(self, batch: Batch) -> dict[str, Tensor]:
         """Build the graph of one step over ``batch`` and return its outputs by name.
@@ -138,16 +142,8 @@ class Decoder(DecoderBlocks):
 
     def embed(self, batch: Batch) -> Tensor:
         """Return the input of the first layer [T, dim]."""
-        c, n = self.cfg, self.cfg.names
-        x = self.embedding(batch.ids, n.embed, c.vocab, c.dim)
-        if c.embed_scale != 1.0:
-            x = ops.scale(x, factor=c.embed_scale)
-        if c.positions == "learned":
-            rows = c.context + c.position_offset
-            x = ops.add(x, self.embedding(batch.pos, n.positions, rows, c.dim))
-        elif c.positions == "sinusoidal":
-            x = ops.add(x, ops.sinusoids(batch.pos, width=c.dim, offset=c.position_offset))
-        return self.norm(x, n.embed_norm) if n.embed_norm else x
+        x = self.add_positions(self.token_embedding(batch.ids), batch.pos)
+        return self.norm(x, self.cfg.names.embed_norm)
 
     def layer(self, x: Tensor, i: int, batch: Batch) -> Tensor:
         """Apply layer ``i``: x [T, dim] -> [T, dim]."""

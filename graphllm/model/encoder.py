@@ -9,8 +9,9 @@ from .. import ops
 from ..errors import UnusedTensors
 from ..graph.tensor import Tensor, Var, feed, scope
 from ..weights import Weights
+from .batch import Batch
+from .blocks import Blocks
 from .config import Attention, EncoderConfig, Layer, Mlp, ModuleNames, Norm
-from .nn import Module, activation
 
 __all__ = [
     "Attention", "Encoder", "EncoderBatch", "EncoderConfig", "Layer", "Mlp", "ModuleNames", "Norm",
@@ -34,7 +35,7 @@ class EncoderBatch:
         self.q_start = feed("q_start", (q,), "i32")
 
 
-class Encoder(Module):
+class Encoder(Blocks):
     """Bidirectional transformer that an `EncoderConfig` describes, without a head.
 
     Attributes:
@@ -42,50 +43,52 @@ class Encoder(Module):
     """
 
     def __init__(self, cfg: EncoderConfig, weights: Weights) -> None:
-        super().__init__(weights)
-        self.cfg = cfg
+        super().__init__(cfg, weights)
+        self.cfg: EncoderConfig = cfg
 
     def build(self, batch: EncoderBatch) -> dict[str, Tensor]:
         """Build the graph over ``batch``; its output ``hidden`` is [T, dim].
 
         ModelFileError: a weight is missing, has another shape, or is not used.
         """
+        x = self.forward(batch)
+        if unused := sorted(set(self.weights.names()) - self.used):
+            raise UnusedTensors(unused)
+        return {"hidden": x}
+
+    # -- methods that a model file may override
+    def forward(self, batch: EncoderBatch | Batch) -> Tensor:
+        """Return the hidden states [T, dim] of all tokens."""
         n = self.cfg.names
         with scope(n.model):
             x = self.embed(batch)
             for i in range(len(self.cfg.layers)):
                 with scope(f"{n.layers}.{i}"):
                     x = self.layer(x, batch)
-        if unused := sorted(set(self.weights.names()) - self.used):
-            raise UnusedTensors(unused)
-        return {"hidden": x}
+            return self.norm(x, n.norm)
 
-    # -- methods that a model file may override
-    def embed(self, batch: EncoderBatch) -> Tensor:
+    def embed(self, batch: EncoderBatch | Batch) -> Tensor:
         """Return the input of the first layer [T, dim]."""
         c, n = self.cfg, self.cfg.names
-        x = self.embedding(batch.ids, n.embed, c.vocab, c.dim)
+        x = self.token_embedding(batch.ids)
         if c.token_types:
+            assert isinstance(batch, EncoderBatch)
             x = ops.add(x, self.embedding(batch.token_types, n.token_types, c.token_types, c.dim))
-        rows = c.context + c.position_offset
-        x = ops.add(x, self.embedding(batch.pos, n.positions, rows, c.dim))
-        return self.norm(x, n.embed_norm)
+        return self.norm(self.add_positions(x, batch.pos), n.embed_norm)
 
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        """Apply the layer norm ``name`` over the last axis."""
-        return self.layer_norm(x, name, self.cfg.norm.eps, self.cfg.norm.bias)
-
-    def layer(self, x: Tensor, batch: EncoderBatch) -> Tensor:
+    def layer(self, x: Tensor, batch: EncoderBatch | Batch) -> Tensor:
         """Apply a layer: x [T, dim] -> [T, dim]."""
         n = self.cfg.names
+        h = self.norm(x, n.pre_attn_norm)
         with scope(n.attn):
-            a = self.attn(x, batch)
+            a = self.attn(h, batch)
         x = self.norm(ops.add(x, a), n.post_attn_norm)
+        h = self.norm(x, n.pre_mlp_norm)
         with scope(n.mlp):
-            m = self.mlp(x)
+            m = self.feed_forward(h, self.cfg.mlp.intermediate_size)
         return self.norm(ops.add(x, m), n.post_mlp_norm)
 
-    def attn(self, x: Tensor, batch: EncoderBatch) -> Tensor:
+    def attn(self, x: Tensor, batch: EncoderBatch | Batch) -> Tensor:
         """Apply bidirectional attention: x [T, dim] -> [T, dim]."""
         c, n = self.cfg.attention, self.cfg.names
         q, k, v = (
@@ -93,11 +96,5 @@ class Encoder(Module):
             for name, count in ((n.q, c.heads), (n.k, c.kv_heads), (n.v, c.kv_heads))
         )
         scale = c.scale or c.head_dim**-0.5
-        h = ops.packed_attention(q, k, v, batch.q_start, scale=scale)
+        h = ops.packed_attention(q, k, v, batch.q_start, self.position_bias(), scale=scale)
         return self.linear(h.flatten(), n.out, self.cfg.dim, c.out_bias)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        """Apply the MLP: x [T, dim] -> [T, dim]."""
-        c, n = self.cfg.mlp, self.cfg.names
-        h = activation(self.linear(x, n.up, c.intermediate_size, c.bias), c.act)
-        return self.linear(h, n.down, self.cfg.dim, c.bias)

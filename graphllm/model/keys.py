@@ -20,7 +20,7 @@ IGNORED = {
     "torch_dtype": "stated by the tensors", "dtype": "stated by the tensors",
     "bos_token_id": "read by the tokenizer",
     "eos_token_id": "read by the tokenizer", "pad_token_id": "read by the tokenizer",
-    "sep_token_id": "read by the tokenizer", "decoder_start_token_id": "for encoder-decoders",
+    "sep_token_id": "read by the tokenizer", "decoder_start_token_id": "begins targets",
     "use_cache": "the cache is always used", "initializer_range": "training",
     "attention_dropout": "training", "hidden_dropout": "training", "resid_pdrop": "training",
     "embd_pdrop": "training", "attn_pdrop": "training", "attention_probs_dropout_prob": "training",
@@ -36,7 +36,7 @@ IGNORED = {
     "output_hidden_states": "requests outputs", "return_dict": "requests outputs",
     "id2label": "another task", "label2id": "another task", "problem_type": "another task",
     "chunk_size_feed_forward": "saves memory, same results",
-    "is_encoder_decoder": "no known model_type is one",
+    "is_encoder_decoder": "stated by the model_type",
     "attn_implementation": "implementation", "_attn_implementation": "implementation",
     "router_aux_loss_coef": "training", "output_router_logits": "training",
     "router_jitter_noise": "training", "aux_loss_alpha": "training", "seq_aux": "training",
@@ -171,13 +171,13 @@ class Keys:
         """Return whether a linear has a bias; None for a GGUF file, whose tensors state it."""
         return None if self.gguf else self(name, bool, default)
 
-    def layers(self) -> int:
-        """Return the number of layers.
+    def layers(self, name: str = "num_hidden_layers") -> int:
+        """Return the number of layers, the value of ``name``.
 
         A count is trusted only if the tensors of the last layer exist in the file; a
         ModelFileError otherwise.
         """
-        count = self.positive("num_hidden_layers")
+        count = self.positive(name)
         last = re.compile(rf"(^|\.){count - 1}\.")
         if not any(last.search(name) for name in self.tensors):
             text = f"missing tensor '*.{count - 1}.*' of the last of {count} layers"

@@ -14,9 +14,9 @@ from .. import ops
 from ..graph.tensor import Tensor
 from ..weights.weight_rules import EXPERT_RULES, Rows, View, WeightRule
 from .batch import Batch
+from .blocks import DecoderBlocks
 from .config import Attention, DecoderConfig, Mla
 from .config_keys import Keys, base_config
-from .decoder_blocks import DecoderBlocks
 from .rope import yarn_score_scale
 
 _EPS = 1e-6  # of the norms of latent vectors, independent of rms_norm_eps

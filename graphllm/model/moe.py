@@ -6,9 +6,9 @@ from typing import Any
 
 from .. import ops
 from ..graph.tensor import Tensor, scope
+from .blocks import DecoderBlocks
 from .config import Moe
 from .config_keys import Keys
-from .decoder_blocks import DecoderBlocks
 from .nn import activation
 
 

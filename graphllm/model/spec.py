@@ -85,7 +85,7 @@ class ModelSpec:
 
     Attributes:
         name: Stem of the file name; the model's first ``model_type``.
-        model: ``Model``, the decoder or encoder class.
+        model: ``Model``, the class of the decoder, encoder or encoder-decoder.
         config: ``config(keys)``, which returns the `DecoderConfig` or `EncoderConfig`.
         types: ``TYPES``, further values of ``model_type`` in config.json.
         hf: ``HF``, rules for tensors of Hugging Face files whose names or layout differ from the
@@ -137,8 +137,27 @@ class ModelSpec:
 
         return issubclass(self.model, Encoder)
 
-    def check_decoder(self, where: object) -> None:
-        """Raise RequestError, which begins with ``where``, for an encoder."""
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the model has an encoder for sources and a decoder."""
+        from .encoder_decoder import EncoderDecoder
+
+        return issubclass(self.model, EncoderDecoder)
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether the model is a decoder only."""
+        return not (self.is_encoder or self.is_encoder_decoder)
+
+    def check_decoder(self, where: object, with_encoder: bool = False) -> None:
+        """Raise RequestError, which begins with ``where``, unless the model is a decoder.
+
+        ``with_encoder``: whether an encoder-decoder is one, too.
+        """
+        if not with_encoder and self.is_encoder_decoder:
+            raise RequestError(
+                f"{where}: {self.name} is an encoder-decoder, but only decoders are supported here"
+            )
         if self.is_encoder:
             raise RequestError(
                 f"{where}: {self.name} is an encoder, which has no next tokens; compute embeddings "

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..engine.request import Completion
+from ..engine.completion import Completion
 from ..engine.step_result import TokenLogprobs
 from ..tokenizer import Tokenizer
 from .chat_text import ChatText

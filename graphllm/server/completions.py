@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ..api.async_llm import AsyncLLM, AsyncRequest
-from ..engine.request import Completion
+from ..engine.completion import Completion
 from ..errors import GraphllmError, RequestError
 from .answers import Answer, ChatAnswer, Object, usage
 from .chat_text import chat_messages, chat_text, tool_use

@@ -9,7 +9,8 @@ import tiny_models as tiny
 
 import graphllm
 from graphllm.chat import TEMPLATES, ChatTemplate, find_template
-from graphllm.engine.request import Completion, Sampling
+from graphllm.engine.completion import Completion
+from graphllm.engine.request import Sampling
 from graphllm.errors import ModelFileError, RequestError
 from graphllm.profiler.record import Recorder
 

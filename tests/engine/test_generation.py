@@ -11,7 +11,8 @@ import pytest
 import tiny_models as tiny
 
 import graphllm
-from graphllm.engine.request import Completion, Sampling
+from graphllm.engine.completion import Completion
+from graphllm.engine.request import Sampling
 from graphllm.engine.stop_conditions import StopStringMatcher
 from graphllm.errors import RequestError
 from graphllm.profiler.record import Recorder

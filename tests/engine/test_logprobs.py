@@ -14,7 +14,8 @@ from windowed_model import IDS
 
 import graphllm
 from graphllm.engine.generation import Sampled
-from graphllm.engine.request import Completion, Sampling
+from graphllm.engine.completion import Completion
+from graphllm.engine.request import Sampling
 from graphllm.engine.step_result import TokenLogprobs
 from graphllm.errors import RequestError
 from graphllm.model import batch

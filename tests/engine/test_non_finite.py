@@ -16,7 +16,8 @@ import tiny_models
 
 import graphllm
 from graphllm.engine import finite_check
-from graphllm.engine.request import Completion, Sampling
+from graphllm.engine.completion import Completion
+from graphllm.engine.request import Sampling
 from graphllm.errors import ModelFileError, NumericError
 
 PROMPT = "hello there"

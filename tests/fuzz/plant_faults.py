@@ -221,7 +221,7 @@ def cases(name: str, device: str, every: int = 1) -> Iterator[Case]:
 
 
 def main(device: str, every: int, names: Sequence[str]) -> int:
-    known = [name for name in hf_models.SPECS if name not in hf_models.ELSEWHERE]
+    known = [n for n, s in hf_models.SPECS.items() if n not in hf_models.ELSEWHERE and s.is_decoder]
     counts: collections.Counter[str] = collections.Counter()
     for name in names or [*known, *BLOCKS]:
         for case, found, wrong in cases(name, device, every):

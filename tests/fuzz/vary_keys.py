@@ -144,7 +144,7 @@ def main() -> None:
     logging.disable_progress_bar()
     found: collections.Counter[str] = collections.Counter()
     for name in sys.argv[1:] or [
-        n for n, s in SPECS.items() if n not in ELSEWHERE and not s.is_encoder
+        n for n, s in SPECS.items() if n not in ELSEWHERE and s.is_decoder
     ]:
         for variant in range(len(SPECS[name].tiny)):
             for what, config in varied(SPECS[name], variant):

@@ -141,7 +141,7 @@ def test_load_chooses_by_the_model_type(embedder, tmp_path):
     with pytest.raises(RequestError, match="bert is an encoder, which has no next tokens"):
         graphllm.LLM.load(folder)
     hf_models.write(tmp_path, hf_models.SPECS["llama"], 0)
-    with pytest.raises(RequestError, match="llama is a decoder; only encoders"):
+    with pytest.raises(RequestError, match="llama has a decoder; only encoders"):
         EmbeddingModel.load(tmp_path)
     with (
         graphllm.load(tmp_path, device="reference") as llm,

@@ -141,8 +141,8 @@ def concat(a, b):
 
 
 def attention(
-    q, k, v, q_start, kv_len, table, sinks, slopes, prefix_len,
-    scale, block, causal=True, window=0, softcap=0.0,
+    q, k, v, q_start, kv_len, table, sinks, slopes, prefix_len, position_bias,
+    scale, block, causal=True, window=0, softcap=0.0, skip_prefix=False,
 ):  # fmt: skip
     if isinstance(k, Blocks):
         k = values(k).reshape(len(k), -1, q.shape[2])
@@ -154,7 +154,8 @@ def attention(
         prefix = int(prefix_len[s]) if prefix_len is not None else 0
         for i in range(count):
             p = length - count + i
-            seen = [j for j in range(length) if _sees(p, j, causal, window, prefix)]
+            first = prefix if skip_prefix else 0
+            seen = [j for j in range(first, length) if _sees(p, j, causal, window, prefix)]
             rows = [int(table[s, j // block]) * block + j % block for j in seen]
             for h in range(q.shape[1]):
                 logits = []
@@ -162,13 +163,22 @@ def attention(
                     query = q[q_start[s] + i, h].astype(np.float64)
                     z = float(query @ k[row, h // share].astype(np.float64)) * scale
                     z = softcap * math.tanh(z / softcap) if softcap else z
-                    logits.append(z + (float(slopes[h]) * (j - p) if slopes is not None else 0))
+                    z += float(slopes[h]) * (j - p) if slopes is not None else 0
+                    logits.append(z + _position_bias(position_bias, h, j - p))
                 sink = float(sinks[h]) if sinks is not None else -math.inf
                 result[q_start[s] + i, h] = _mix(logits, sink, v[rows, h // share])
     return result
 
 
-def packed_attention(q, k, v, q_start, scale):
+def _position_bias(table, head, distance):
+    """The bias of a key so far behind the query; at the ends of the table that of all further."""
+    if table is None:
+        return 0.0
+    middle = (table.shape[1] - 1) // 2
+    return float(table[head, min(max(middle + distance, 0), 2 * middle)])
+
+
+def packed_attention(q, k, v, q_start, position_bias=None, *, scale):
     """Query by query, in float64."""
     result = np.zeros((*q.shape[:2], v.shape[2]))
     share = q.shape[1] // k.shape[1]
@@ -176,7 +186,9 @@ def packed_attention(q, k, v, q_start, scale):
         s = int(np.searchsorted(q_start, t, "right")) - 1  # empty sequences come before t's
         own = slice(int(q_start[s]), int(q_start[s + 1]))
         logits = k[own, h // share].astype(np.float64) @ q[t, h].astype(np.float64) * scale
-        result[t, h] = _mix(list(logits), -math.inf, v[own, h // share])
+        biases = (_position_bias(position_bias, h, j - t) for j in range(own.start, own.stop))
+        logits = [z + bias for z, bias in zip(logits, biases, strict=True)]
+        result[t, h] = _mix(logits, -math.inf, v[own, h // share])
     return result
 
 
@@ -553,6 +565,7 @@ ORACLES = {
     "mul": lambda a, b: a.astype(np.float64) * b,
     "scale": each(lambda x, factor: x * float(F32(factor))),
     "silu": each(_silu),
+    "relu": each(lambda x: max(x, 0.0)),
     "sigmoid": each(_sigmoid),
     "clamped_glu": clamped_glu,
     "gelu": each(_gelu),

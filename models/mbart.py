@@ -1,0 +1,17 @@
+"""mBART (Liu et al. 2020): BART with norms before attention and MLP."""
+
+from graphllm.model.bart_config import bart_config, bart_rules
+from graphllm.model.config_keys import Keys
+from graphllm.model.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+
+Model = EncoderDecoder
+HF = bart_rules(offset=2)
+TINY = (
+    {"vocab_size": 131, "d_model": 60, "encoder_layers": 2, "decoder_layers": 2,
+     "encoder_attention_heads": 6, "decoder_attention_heads": 6, "encoder_ffn_dim": 52,
+     "decoder_ffn_dim": 52, "max_position_embeddings": 64, "decoder_start_token_id": 2},
+)  # fmt: skip
+
+
+def config(keys: Keys) -> EncoderDecoderConfig:
+    return bart_config(keys, pre_norm=True, embed_norm=True)

@@ -1,0 +1,294 @@
+"""Encoder-decoders against transformers: logits, greedy decoding and beam search; requests."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from copy import deepcopy
+
+import hf_models
+import numpy as np
+import pytest
+from doc_examples import DOCS
+from translation_tokenizers import from_transformers, marian
+from typer.testing import CliRunner
+
+import graphllm
+from graphllm import tokenizer
+from graphllm.cli import app
+from graphllm.errors import ConfigError, ModelFileError, NumericError, RequestError
+from graphllm.model.batch import source_length, source_tokens
+
+pytestmark = pytest.mark.parity
+RNG = np.random.default_rng(5)
+SPECS = {name: s for name, s in hf_models.SPECS.items() if s.is_encoder_decoder}
+VARIANTS = [(name, i) for name, spec in SPECS.items() for i in range(len(spec.tiny))]
+EOS = {"t5": 1, "pegasus": 1, "marian": 0}  # 2: of the others
+LENGTHS = [1, 2, 62, 40, *RNG.integers(1, 40, 16)]  # of sources without their EOS token
+NEW = 10  # tokens of an answer, forced ones included
+
+
+def write(folder, name, variant=0, vocab_size=131, **settings):
+    """A directory of a small random model; returns transformers' model.
+
+    ``settings``: of its generation_config.json.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    config = hf_models.config_of(SPECS[name], variant) | {"vocab_size": vocab_size}
+    if name == "marian":
+        config["decoder_vocab_size"] = vocab_size
+    made = AutoConfig.for_model(name, **deepcopy(config))
+    model = AutoModelForSeq2SeqLM.from_config(made, dtype=torch.float32).eval()
+    hf_models.randomise(model)
+    with torch.no_grad():
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias += torch.linspace(-1, 1, config["vocab_size"])
+            model.final_logits_bias[0, EOS.get(name, 2)] += 2 + 3 * (name == "marian")
+        eos = model.get_input_embeddings().weight[EOS.get(name, 2)]
+        eos *= 8 if name == "t5" else 3  # so that some answers end
+    for key, value in settings.items():
+        setattr(model.generation_config, key, value)
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder).eval()  # Marian does not save its positions
+
+
+def sources(name, lengths=LENGTHS):
+    ids = np.random.default_rng(8)
+    return [[*ids.integers(3, 130, n).tolist(), EOS.get(name, 2)] for n in lengths]
+
+
+def load(folder, device="cpu", **options):
+    given = {"context": 256, "max_sequences": 20, "kv_type": "f32", **options}
+    return graphllm.load(folder, device=device, **given)
+
+
+def answers(model, given, name, forced=0, **options):
+    """Answers of transformers, without forced first tokens and the EOS token."""
+    import torch
+
+    torch.set_num_threads(1)
+    width, pad = max(map(len, given)), model.config.pad_token_id
+    ids = torch.tensor([each + [pad] * (width - len(each)) for each in given])
+    mask = torch.tensor([[1] * len(each) + [0] * (width - len(each)) for each in given])
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **options)
+    eos = EOS.get(name, 2)
+    rows = [row[1 + forced :] for row in found.tolist()]
+    return [row[: row.index(eos)] if eos in row else row for row in rows]
+
+
+@pytest.mark.parametrize("name, variant", VARIANTS)
+def test_logits(name, variant, tmp_path):
+    """Teacher-forced logits of ragged sources and targets, on the CPU and the reference."""
+    import torch
+
+    model = write(tmp_path, name, variant)
+    for device in ("cpu", "reference") if variant == 0 else ("cpu",):
+        with load(tmp_path, device) as llm:
+            for source, count in zip(sources(name)[:4], (9, 1, 30, 2)):
+                target = RNG.integers(4, 130, count).tolist()  # without padding
+                with torch.no_grad():
+                    given = {"input_ids": torch.tensor([source])}
+                    want = model(**given, decoder_input_ids=torch.tensor([target])).logits[0]
+                have = llm.logits(source, target=target)
+                assert hf_models.distance(have, want.numpy()) <= 1e-4
+                if device == "cpu":
+                    assert np.array_equal(llm.logits(source, True, target), have[-1])
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("t5", {}),
+        ("bart", {"forced_bos_token_id": 0}),
+        ("marian", {"bad_words_ids": [[130]]}),
+        ("m2m_100", {"forced_bos_token_id": 7}),
+    ],
+)
+def test_greedy_decoding_and_beam_search(name, settings, tmp_path):
+    """Batched and alone, whatever the company; forced first and last tokens count as generated."""
+    model, given = write(tmp_path, name, **settings), sources(name)
+    forced = int("forced_bos_token_id" in settings)
+    with load(tmp_path) as llm:
+        for options in (
+            {},
+            {"num_beams": 4},
+            {"num_beams": 5, "length_penalty": 0.3},
+            {"num_beams": 4, "length_penalty": 2.0, "early_stopping": True},
+        ):
+            want = answers(model, given, name, forced, **options)
+            own = {"max_tokens": NEW - forced, **(options or {"temperature": 0})}
+            assert [done.ids for done in llm.generate(given, **own)] == want
+            some = slice(None) if not options else slice(0, 20, 6)
+            assert [llm.generate(ids, **own).ids for ids in given[some]] == want[some]
+        assert len(set(map(len, want))) > 1  # some answers ended
+
+
+def test_answers_do_not_depend_on_the_batch(tmp_path):
+    """Samples and their log-probabilities, in batches of 1, 2 and 17, and with preemptions."""
+    write(tmp_path, "bart")
+    given = sources("bart")[:17]
+    settings = {"seed": 1, "max_tokens": 20, "logprobs": 2, "n": 2, "repeat_penalty": 1.3}
+
+    def results(found):
+        return [[(each.ids, each.logprobs) for each in done.choices] for done in found]
+
+    with load(tmp_path) as llm:
+        alone = results([llm.generate(ids, **settings) for ids in given])
+        for count in (2, 17):
+            assert results(llm.generate(given[:count], **settings)) == alone[:count]
+        handle = llm.submit(given[0], **settings)
+        assert results([handle.result()]) == alone[:1]
+    block = 2 * 3 * 60 * 4 * 64  # bytes of a block: keys and values of three layers
+    with load(tmp_path, kv_memory=5 * block, context=128) as llm:
+        assert results(llm.generate(given, **settings)) == alone
+        beams = [llm.generate(ids, beams=4, max_tokens=20).ids for ids in given]
+        assert [done.ids for done in llm.generate(given, beams=4, max_tokens=20)] == beams
+        assert llm.engine.scheduler.preempted
+
+
+def test_a_step_that_has_room_for_a_source_only(tmp_path):
+    """A step of 512 tokens takes 256 + 1 and 62 + 1 of two requests, and 192 + 0 of the third."""
+    write(tmp_path, "t5")
+    given = sources("t5", [255, 61, 191])
+    with load(tmp_path, context=512) as llm:
+        alone = [llm.generate(ids, max_tokens=4, temperature=0).ids for ids in given]
+        llm.engine.clear_cache()
+        before = llm.engine.batcher.steps
+        assert [done.ids for done in llm.generate(given, max_tokens=4, temperature=0)] == alone
+        assert llm.engine.batcher.steps == before + 5  # the last target is a step late
+
+
+def test_a_source_is_computed_once(tmp_path):
+    write(tmp_path, "t5")
+    (source,) = sources("t5", [100])
+    with load(tmp_path) as llm:
+        first = llm.generate(source, max_tokens=3, temperature=0)
+        again = llm.generate(source, max_tokens=5, temperature=0)
+        assert first.cached_tokens == 0 and again.cached_tokens == len(source)
+        assert again.prompt_ids == [*source, 0] and again.ids[:3] == first.ids
+        (other,) = sources("t5", [99])
+        assert llm.generate(other, max_tokens=3, temperature=0).cached_tokens == 0
+
+
+def test_ops_that_miss_the_first_backend_are_reported(tmp_path):
+    write(tmp_path, "t5")
+    off = ("cpu:packed_attention", "cpu:attention")
+    with load(tmp_path, no_kernels=off) as llm:
+        found = " ".join(llm.misses())
+        assert "packed_attention ran on reference (2 steps per source)" in found
+        assert "attention ran on reference (4 steps per token)" in found
+        assert llm.generate([5, 1], max_tokens=2, temperature=0).ids
+    with load(tmp_path) as llm:
+        assert not llm.misses()
+
+
+def test_marked_sources():
+    assert source_tokens(source_tokens([0, 7])) == [0, 7]
+    assert source_length([*source_tokens([0, 7]), 0, 3]) == 2 and source_length([0]) == 0
+
+
+def test_the_longest_source_and_target(tmp_path):
+    write(tmp_path, "bart")
+    (longest,) = sources("bart", [63])  # 64 positions
+    with load(tmp_path) as llm:
+        done = llm.generate(longest, max_tokens=500, temperature=0, ignore_eos=True)
+        assert len(done.ids) == 63 and done.finish_reason == "length"  # and the forced EOS token
+        with pytest.raises(RequestError, match="the source has 65 tokens, but at most 64 fit"):
+            llm.generate([5, *longest])
+    with load(tmp_path, context=32) as llm:
+        with pytest.raises(RequestError, match="the source has 64 tokens, but at most 16 fit"):
+            llm.generate(longest)
+        done = llm.generate(longest[:16], max_tokens=500, temperature=0, ignore_eos=True)
+        assert len(done.ids) == 32 + 1 - 17 and "context of 32 tokens is full" in done.notes[0]
+
+
+def test_wrong_requests(tmp_path):
+    write(tmp_path, "t5")
+    with load(tmp_path) as llm:
+        for wrong, text in (
+            (lambda: llm.submit([]), "the prompt is empty"),
+            (lambda: llm.generate([131]), "token id 131 is not in"),
+            (lambda: llm.generate([5, 1], source_lang="en"), "source_lang needs a text"),
+            (lambda: llm.generate([5, 1], prompt_logprobs=0), "no log-probabilities"),
+            (lambda: llm.perplexity([5] * 64, context=32), "not supported for encoder-decoders"),
+            (lambda: llm.logits([5], target=[131]), "token id 131"),
+            (lambda: llm.logits([5], target=[]), "the target is empty"),
+            (lambda: llm.generate([5], forced_eos_id=131), "token id 131"),
+            (lambda: llm.embed("a"), "needs an encoder"),
+        ):
+            with pytest.raises(RequestError, match=text):
+                wrong()
+        assert llm.generate([5, 1], max_tokens=2).text == ""  # there is no tokenizer
+
+
+def test_logits_that_are_not_finite(tmp_path):
+    import torch
+
+    model = write(tmp_path, "t5")
+    with torch.no_grad():
+        model.decoder.block[1].layer[2].DenseReluDense.wo.weight[3, 4] = float("nan")
+    model.save_pretrained(tmp_path)
+    with load(tmp_path) as llm, pytest.raises(NumericError, match=r"position 4 .*decoder.block.1"):
+        llm.generate([9, 8, 7, 1], max_tokens=3, temperature=0)
+
+
+@pytest.mark.parametrize(
+    "name, file, change, error",
+    [
+        ("t5", "config.json", {"decoder_start_token_id": None}, "missing key 'decoder_start"),
+        ("t5", "config.json", {"decoder_start_token_id": 131}, "is not a token id below 131"),
+        ("t5", "config.json", {"feed_forward_proj": "gated-tanh"}, "'gated-tanh' is not supp"),
+        ("t5", "config.json", {"num_decoder_layers": 10**9}, "missing tensor"),
+        ("t5", "config.json", {"relative_attention_max_distance": 2**31 - 1}, "is not in 17.."),
+        ("t5", "config.json", {"relative_attention_num_buckets": 2}, "= 2 is not in 4.."),
+        ("t5", "config.json", {"relative_attention_num_buckets": 64}, "cannot be split"),
+        ("marian", "config.json", {"max_position_embeddings": 2**31 - 1}, "at most 32768"),
+        ("bart", "config.json", {"decoder_layers": 10**9}, "missing tensor"),
+        ("bart", "config.json", {"normalize_before": True}, "normalize_before = True is not"),
+        ("marian", "config.json", {"decoder_vocab_size": 99}, "decoder_vocab_size = 99 is not"),
+        ("marian", "generation_config.json", {"bad_words_ids": [[1, 2]]}, "one token id"),
+    ],
+)
+def test_wrong_files(name, file, change, error, tmp_path):
+    write(tmp_path, name)
+    content = json.loads((tmp_path / file).read_text())
+    if file == "config.json":
+        (tmp_path / "generation_config.json").unlink()
+    (tmp_path / file).write_text(json.dumps({**content, **change}))
+    with pytest.raises((ConfigError, ModelFileError), match=error):
+        load(tmp_path)
+
+
+@pytest.fixture
+def translators(tmp_path, monkeypatch):
+    """The directories of docs/encoders.md in the working directory, with models of a tiny size."""
+    monkeypatch.chdir(tmp_path)
+    for folder, name in (("opus-mt-en-de", "marian"), ("nllb", "m2m_100")):
+        path = tmp_path / folder
+        path.mkdir()
+        if name == "marian":
+            marian(path)
+            vocab = len(json.loads((path / "vocab.json").read_text()))
+        else:
+            from_transformers(path, "NllbTokenizer")
+            vocab = tokenizer.from_directory(path).vocab_size
+        write(path, name, vocab_size=vocab)
+
+
+def test_the_commands_and_the_code_of_the_page(translators, capsys):
+    page = (DOCS / "encoders.md").read_text("utf-8").split("\n## Translation")[1].split("\n## ")[0]
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code[1], {})
+    found = capsys.readouterr().out.splitlines()
+    assert len(found) == 3 and all(float(line.split()[0]) < 0 for line in found[1:])
+    commands = re.search(r"```\n(graphllm run.*?)```", page, re.DOTALL)[1].splitlines()
+    for command in commands:
+        done = CliRunner().invoke(app, shlex.split(command)[1:])
+        assert done.exit_code == 0 and "station" not in done.stdout, done.output
+    wrong = CliRunner().invoke(app, shlex.split(commands[1].replace("fra_Latn", "fra"))[1:])
+    assert "target_lang = 'fra' is not one of" in str(wrong.exception)
+    demo = CliRunner().invoke(app, ["validate", "nllb"])
+    assert "m2m_100 is an encoder-decoder" in str(demo.exception)
