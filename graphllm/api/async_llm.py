@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from ..checkpoints.checkpoint import Checkpoint
-from ..engine.generation import Delivery
 from ..engine.completion import Completion
+from ..engine.generation import Delivery
 from ..engine.request import Sampling
 from .llm import LLM
 from .prompts import Prompt, check_one_sample, parse_prompt, parse_prompts, parse_settings

@@ -21,8 +21,8 @@ from ..arguments import (
     texts,
     token_ids,
 )
-from ..engine.engine import PrefillCallback
 from ..engine.completion import Completion
+from ..engine.engine import PrefillCallback
 from ..engine.request import Sampling
 from ..engine.trace import Patch, Tracer
 from ..errors import RequestError

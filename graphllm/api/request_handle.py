@@ -7,9 +7,9 @@ from threading import Lock
 from typing import NamedTuple
 
 from ..engine.batcher import Recorders
+from ..engine.completion import Completion
 from ..engine.engine import Engine, PrefillCallback
 from ..engine.generation import CANCELLED, Generation, Prefilled, Sampled
-from ..engine.completion import Completion
 
 
 class RequestProgress(NamedTuple):

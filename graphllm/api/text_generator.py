@@ -9,9 +9,9 @@ from typing import Any, overload
 
 from ..arguments import Optional, check, flag, function, quote
 from ..engine.batcher import Recorders
+from ..engine.completion import Completion
 from ..engine.engine import PrefillCallback
 from ..engine.generation import Delivery
-from ..engine.completion import Completion
 from ..engine.request import Sampling
 from ..errors import RequestError
 from ..loading.loaded_model import LoadedModel

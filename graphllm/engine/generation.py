@@ -14,8 +14,8 @@ import numpy as np
 from ..errors import NumericError, RequestError
 from ..tokenizer import Tokenizer
 from .block_manager import SequenceBlocks
-from .logits_processors import ForcedIds, LogitsProcessor
 from .completion import Completion
+from .logits_processors import ForcedIds, LogitsProcessor
 from .request import Sampling
 from .sampler import PROCESSED
 from .sequence import ActiveSequence

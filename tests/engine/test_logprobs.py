@@ -13,8 +13,8 @@ import windowed_model
 from windowed_model import IDS
 
 import graphllm
-from graphllm.engine.generation import Sampled
 from graphllm.engine.completion import Completion
+from graphllm.engine.generation import Sampled
 from graphllm.engine.request import Sampling
 from graphllm.engine.step_result import TokenLogprobs
 from graphllm.errors import RequestError
