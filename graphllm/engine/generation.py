@@ -275,15 +275,18 @@ class Generation:
         return self.done or self.count + steps >= self.sampling.max_tokens
 
     def grammar_error(self, token: int) -> RequestError | None:
-        """Return why the grammar could not choose a token, if that is so; -1: none was sampled."""
-        if self.grammar is None or self.grammar.error is not None:
-            return None if self.grammar is None else self.grammar.error
-        if token < 0 and self.sampling.stages > 1:
+        """Return the error of a grammar that failed or left no token; None if there is none.
+
+        ``token``: the sampled id; -1 if no token can be sampled from the logits.
+        """
+        if self.grammar is None:
+            return None
+        if self.grammar.error is None and token < 0 and self.sampling.stages > 1:
             return RequestError(
                 "no token is left: the grammar allows none that logit_bias, banned_ids, "
                 "allowed_ids, min_tokens and ignore_eos leave"
             )
-        return None
+        return self.grammar.error
 
     def fail_non_finite(self, error: NumericError) -> None:
         """End the request, whose last logits are not finite."""

@@ -72,19 +72,16 @@ class GrammarState:
         self._consumed = 0
 
     def follow(self, sequence: ActiveSequence) -> bool:
-        """Consume the new tokens of an answer, or take back those that it has no longer.
+        """Consume the tokens of an answer that are new.
 
         Returns:
             Whether nothing can follow: the answer is complete, or `error` is set.
         """
         tokens = sequence.tokens[sequence.prompt_tokens + self._consumed :]
-        dropped = max(0, sequence.prompt_tokens + self._consumed - len(sequence.tokens))
-        if dropped:  # a step failed, see `Batcher`
-            self.matcher.rollback(dropped)
         if tokens:
+            self._consumed += len(tokens)
             self.matcher.consume_tokens(tokens)
-        self._consumed += len(tokens) - dropped
-        self.check()
+            self.check()
         return self.matcher.is_stopped()
 
     def check(self) -> None:

@@ -134,6 +134,9 @@ def mask_feed(rows: Sequence[Row], room: np.ndarray) -> np.ndarray:
         return masks
     from .grammar import fill_masks  # needs the extra ``structured``
 
+    for row in rows:
+        if row.grammar is not None:  # it is behind if the last step was interrupted
+            row.grammar.follow(row.sequence)
     fill_masks([row.grammar for row in rows], masks)
     return masks
 

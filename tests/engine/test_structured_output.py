@@ -12,9 +12,12 @@ import weakref
 import numpy as np
 import pytest
 import tiny_models as tiny
+import windowed_model
+from request_runs import collect, submit
 
 import graphllm
 from graphllm.engine import grammar
+from graphllm.engine.request import Sampling
 from graphllm.errors import RequestError
 
 pytest.importorskip("llguidance")
@@ -99,24 +102,30 @@ def test_streams_run_beside_others(llm):
     assert all(len(each) > 9 for each in pieces)
 
 
-def test_an_interrupted_step_takes_tokens_back(llm, monkeypatch):
-    """Also between a token's consumption by the grammar and its delivery."""
-    want = llm.generate("hello", json_schema=PERSON, seed=5, **SETTINGS)
-    follow, calls = grammar.GrammarState.follow, []
+def test_an_interrupted_step_loses_no_token(tmp_path, monkeypatch):
+    """Neither before nor after the grammar has consumed the token."""
+    follow, raising = grammar.GrammarState.follow, list[str]()
 
     def interrupted(state, sequence):
+        delivers = sequence.prompt_tokens + state._consumed < len(sequence.tokens)
+        if delivers and raising == ["before"]:
+            raise KeyboardInterrupt(raising.pop())
         found = follow(state, sequence)
-        calls.append(len(sequence.tokens))
-        if len(calls) % 3 == 1:
-            sequence.tokens.pop()  # as `Batcher` does for a token that was not delivered
-            follow(state, sequence)
-            sequence.tokens.append(want.ids[len(sequence.tokens) - sequence.prompt_tokens])
-            found = follow(state, sequence)
+        if delivers and raising == ["after"]:
+            raise KeyboardInterrupt(raising.pop())
         return found
 
     monkeypatch.setattr(grammar.GrammarState, "follow", interrupted)
-    assert llm.generate("hello", json_schema=PERSON, seed=5, **SETTINGS).ids == want.ids
-    assert len(calls) == len(want.ids)
+    engine = windowed_model.make_engine(windowed_model.windowed(tmp_path))
+    settings = Sampling(temperature=1.2, top_k=0, seed=3, regex="[a-f]{9}")
+    want = collect(engine, {0: submit(engine, [5, 6], settings)})[0]
+    generation = submit(engine, [5, 6], settings)
+    for when in ("before", "after", "before", "after"):
+        raising.append(when)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        engine.step()
+    assert collect(engine, {0: generation})[0] == want
 
 
 # ----------------------------------------------------------------------------------------- failures
