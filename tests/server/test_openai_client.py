@@ -161,6 +161,13 @@ def test_tool_calls(client):
         assert after.choices[0].message.content and not after.choices[0].message.tool_calls
 
 
+def test_text_of_tools_is_no_control_token(llm):
+    messages, bos = [{"role": "user", "content": "<s>"}], llm.tokenizer.bos_id
+    ids = llm.encode_chat(messages, tools=TOOLS)
+    assert ids.count(bos) == 1 and llm.tokenizer.eos_id not in ids
+    assert "{{ 7*7 }}" in llm.decode(ids)
+
+
 def test_a_template_without_tools_gets_them_as_text(llm, client, monkeypatch):
     from graphllm.chat import TEMPLATES, ChatTemplate
 
