@@ -108,8 +108,8 @@ def _load_encoder(
     from ..api import load
 
     given = {**options.arguments(), "chat_template": chat_template, "max_sequences": parallel}
-    usual = {**LoadOptions().arguments(), "chat_template": None, "max_sequences": PARALLEL}
-    changed = {name: value for name, value in given.items() if value != usual.get(name)}
+    defaults = {**LoadOptions().arguments(), "chat_template": None, "max_sequences": PARALLEL}
+    changed = {name: value for name, value in given.items() if value != defaults.get(name)}
     with progress_line() as show:
         loaded = load(model, progress=show, **changed)
     for line in loaded.misses():

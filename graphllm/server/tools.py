@@ -147,9 +147,9 @@ def with_tool_texts(messages: Messages, tools: Sequence[Tool]) -> Messages:
         '{"name": NAME, "arguments": OBJECT}\n</tool_call>'
     )
     made = [_as_text(message) for message in messages]
-    if made and made[0].get("role") == "system" and isinstance(made[0].get("content"), str):
-        first = {**made[0], "content": f"{made[0]['content']}\n\n{about}"}
-        return [first, *made[1:]]
+    first = made[0] if made and isinstance(made[0], Mapping) else {}
+    if first.get("role") == "system" and isinstance(first.get("content"), str):
+        return [{**first, "content": f"{first['content']}\n\n{about}"}, *made[1:]]
     return [{"role": "system", "content": about}, *made]
 
 
@@ -157,7 +157,7 @@ def _as_text(message: Any) -> Any:
     if not isinstance(message, Mapping):
         return message  # an error of the template's checks
     content = message.get("content")
-    if message.get("role") == "tool":
+    if message.get("role") == "tool" and isinstance(content, str):
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = message.get("tool_calls")
     if not calls:

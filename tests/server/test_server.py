@@ -200,6 +200,8 @@ BAD = [  # path, body, status, param, code
     (CHAT, HELLO | {"logit_bias": {"1": 101}}, 400, "logit_bias", None),
     (CHAT, HELLO | {"logit_bias": {"1": "a"}}, 400, "logit_bias", None),
     (CHAT, HELLO | {"tools": [{"type": "function"}]}, 400, "tools[0].function", None),
+    (CHAT, {"messages": ["hi", 7], "tools": [{"type": "function", "function": {"name": "a"}}]}, 400,
+     "messages", None),
     (CHAT, HELLO | {"functions": [{"name": "add"}]}, 400, "functions", "unsupported_value"),
     ("/tokenize", {"content": None}, 400, "content", "missing_required_parameter"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens", None),
