@@ -46,6 +46,8 @@ def merge(top, total, new_top, new_total):
     """Merge two softmaxes: (maximum, sum, factor of the old values, factor of the new values)."""
     if new_top == MINUS_INF:
         return top, total, float32(1), float32(0)
+    if top == MINUS_INF:  # the first split; the factors below would be exactly these
+        return new_top, new_total, float32(0), float32(1)
     best = max(top, new_top)
     old, new = exp32(top - best), exp32(new_top - best)
     return best, total * old + new_total * new, old, new
