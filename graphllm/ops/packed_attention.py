@@ -27,35 +27,40 @@ SCORE_BYTES = 16 << 20  # maximum size of the scores in memory
 
 
 def _infer(
-    q: Meta, k: Meta, v: Meta, q_start: Meta, position_bias: Meta | None = None, *, scale: float
-) -> Meta:
+    q: Meta, k: Meta, v: Meta, q_start: Meta, position_bias: Meta | None = None, *, scale: float,
+    window: int,
+) -> Meta:  # fmt: skip
     for name, rows in (("q", q), ("k", k), ("v", v)):
         expect(name, rows, 3, "f32")
         require(rows.shape[0] == q.shape[0], f"{name} has {rows.shape[0]} tokens, q {q.shape[0]}")
     expect("q_start", q_start, 1, "i32")
     require(k.shape[1] == v.shape[1], f"k {k.shape} and v {v.shape} differ in heads")
     require_grouped_heads(q, k)
+    require(window >= 0, f"window {window} is below zero")
     check_position_bias(q, position_bias)
     return out((*q.shape[:2], v.shape[2]))
 
 
 def _cost(
     out: Meta, q: Meta, k: Meta, v: Meta, q_start: Meta, position_bias: Meta | None = None, *,
-    env: Env, scale: float,
+    env: Env, scale: float, window: int,
 ) -> Cost:  # fmt: skip
-    """Cost from ``env["kv_sum"]``: number of keys that each query attends to, summed over queries.
+    """Cost from ``env["kv_sum"]``: number of keys of each query's sequence, summed over queries.
 
-    Without it, the sequences are assumed to have equal lengths.
+    Without it, the sequences are assumed to have equal lengths. A window is assumed to be whole
+    for every query, or none.
     """
     sequences = max(1, q_start.dims[0] - 1)
     pairs: float = env.get("kv_sum", q.dims[0] ** 2 / sequences)
+    if window:
+        pairs = min(pairs, q.dims[0] * (2 * window + 1))
     moved = sum(m.nbytes for m in (q, k, v, q_start, position_bias, out) if m is not None)
     return Cost(2 * pairs * q.dims[1] * (q.dims[2] + v.dims[2]), moved)
 
 
 def _sample(
     lengths: tuple[int, ...], heads: tuple[int, int] = (4, 2), width: tuple[int, int] = (32, 32),
-    layout: str = "contiguous", biased: bool = False,
+    layout: str = "contiguous", biased: bool = False, window: int = 0,
 ) -> Sample:  # fmt: skip
     def q_start(rng: Rng, shape: Shape) -> np.ndarray:
         return np.concatenate([[0], np.cumsum(lengths)])
@@ -68,7 +73,7 @@ def _sample(
     env = {"T": sum(lengths), "Q": len(lengths) + 1}
     bias = [Arg((heads[0], 37), leaf="weight")] if biased else []
     args = (*rows, Arg(("Q",), I32, make=q_start), *bias)
-    return Sample(args, {"scale": width[0] ** -0.5}, env)
+    return Sample(args, {"scale": width[0] ** -0.5, "window": window}, env)
 
 
 # Fewer and more tokens than a kernel splits, and sequences longer than a tile or a split.
@@ -87,18 +92,20 @@ _SHAPES = (((1, 1), (1, 1)), ((3, 3), (20, 20)), ((6, 2), (64, 64)), ((12, 12), 
             *(_sample(lengths, *shape) for lengths in _LENGTHS for shape in _SHAPES),
             *grid(_sample, lengths=_LENGTHS[1:-1], layout=("strided", "permuted")),
             *grid(_sample, lengths=_LENGTHS, biased=[True]),
+            *grid(_sample, lengths=_LENGTHS, window=(1, 70)),
         ]
     ),
 )
 def packed_attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, q_start: np.ndarray,
-    position_bias: np.ndarray | None = None, *, scale: float,
+    position_bias: np.ndarray | None = None, *, scale: float, window: int = 0,
 ) -> np.ndarray:  # fmt: skip
-    """Softmax attention of each token to all tokens of its own sequence, with grouped heads.
+    """Softmax attention of each token to the tokens of its own sequence, with grouped heads.
 
     q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] f32 (H a multiple of Hkv; head h reads kv head
     h // (H / Hkv)); q_start [S + 1] i32 -> [T, H, Dv] f32. Sequence s has the rows q_start[s] to
     q_start[s + 1] - 1. Logits: q.k * scale, + position_bias [H, 2 R + 1] f32 as in `attention`.
+    Above 0, ``window`` is the largest distance of a token that is attended to, on either side.
 
     Vaswani et al. 2017, eq. 1; Devlin et al. 2019 (bidirectional); packing: Effective Transformer
     (ByteDance 2019).
@@ -106,13 +113,13 @@ def packed_attention(
     result = np.empty((*q.shape[:2], v.shape[2]), np.float32)
     for first, end in pairwise(q_start.tolist()):
         keys, values = k[first:end], v[first:end]
-        every = np.ones((1, end - first), np.bool_)
         step = max(1, SCORE_BYTES // (4 * q.shape[1] * max(1, end - first)))
         for at in range(first, end, step):
             rows = slice(at, min(at + step, end))
             distance = np.arange(end - first) - np.arange(at - first, rows.stop - first)[:, None]
             bias = logit_bias(distance, None, position_bias)
-            result[rows] = attend(q[rows], keys, values, every, bias, scale=scale)
+            visible = np.abs(distance) <= (window or end)
+            result[rows] = attend(q[rows], keys, values, visible, bias, scale=scale)
     return result
 
 

@@ -178,13 +178,16 @@ def _position_bias(table, head, distance):
     return float(table[head, min(max(middle + distance, 0), 2 * middle)])
 
 
-def packed_attention(q, k, v, q_start, position_bias=None, *, scale):
+def packed_attention(q, k, v, q_start, position_bias=None, *, scale, window=0):
     """Query by query, in float64."""
     result = np.zeros((*q.shape[:2], v.shape[2]))
     share = q.shape[1] // k.shape[1]
     for t, h in np.ndindex(q.shape[:2]):
         s = int(np.searchsorted(q_start, t, "right")) - 1  # empty sequences come before t's
-        own = slice(int(q_start[s]), int(q_start[s + 1]))
+        first, end = int(q_start[s]), int(q_start[s + 1])
+        own = (
+            slice(max(first, t - window), min(end, t + window + 1)) if window else slice(first, end)
+        )
         logits = k[own, h // share].astype(np.float64) @ q[t, h].astype(np.float64) * scale
         biases = (_position_bias(position_bias, h, j - t) for j in range(own.start, own.stop))
         logits = [z + bias for z, bias in zip(logits, biases, strict=True)]

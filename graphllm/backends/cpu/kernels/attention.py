@@ -167,7 +167,7 @@ def attention(ctx: KernelContext) -> list[Launch]:
 @BACKEND.kernel("packed_attention", layout=LAYOUT, scratch=_packed_scratch)
 def packed_attention(ctx: KernelContext) -> list[Launch]:
     block = _arguments(ctx, ctx.out.address, ctx.scratch, _row_splits(ctx.node))
-    return _launch(ctx, block)
+    return _launch(ctx, block._replace(reach=ctx.attrs["window"]))
 
 
 def launches(ctx: KernelContext, out: int, scratch: int) -> list[Launch]:

@@ -51,7 +51,8 @@ class AttentionArgs(NamedTuple):
     bias_reach: int = 0  # largest distance that it tells from larger ones
     softcap: float = 0.0  # 0: none
     causal: int = 0
-    window: int = 0  # 0: none
+    window: int = 0  # of keys up to the query's own; 0: none
+    reach: int = 0  # largest distance of a key on either side; 0: any
 
 
 read_attention = argument_reader(AttentionArgs)

@@ -188,6 +188,8 @@ def visible_keys(p, s, token):
         high = min(length, prefix if at < prefix else at + 1)
     if a.window > 0:
         low = max(low, at - a.window + 1)
+    if a.reach > 0:
+        low, high = max(low, at - a.reach), min(high, at + a.reach + 1)
     if a.skip_prefix != 0:
         low = max(low, int64(i32s(a.prefix_len)[s]))
     return low, high, at
