@@ -22,7 +22,15 @@ from .version import __version__
 if TYPE_CHECKING:
     from .api import LLM, RequestHandle, load
     from .api.async_llm import AsyncLLM
-    from .embedding import EmbeddingModel
+    from .embedding import (
+        EmbeddingModel,
+        Filling,
+        MaskedLanguageModel,
+        RankedDocument,
+        SequenceClassifier,
+        TokenClassifier,
+        TokenLabel,
+    )
     from .engine.completion import Completion
     from .engine.request import Sampling
     from .engine.step_result import TokenLogprobs
@@ -39,13 +47,19 @@ __all__ = [
     "ConfigError",
     "EmbeddingModel",
     "Executor",
+    "Filling",
     "GraphError",
     "GraphllmError",
+    "MaskedLanguageModel",
     "ModelFileError",
     "PlacementError",
+    "RankedDocument",
     "RequestError",
     "RequestHandle",
     "Sampling",
+    "SequenceClassifier",
+    "TokenClassifier",
+    "TokenLabel",
     "TokenLogprobs",
     "__version__",
     "compare",
@@ -58,7 +72,18 @@ __all__ = [
 _MODULE_OF = {
     "load": "api",
     "LLM": "api",
-    "EmbeddingModel": "embedding",
+    **dict.fromkeys(
+        (
+            "EmbeddingModel",
+            "Filling",
+            "MaskedLanguageModel",
+            "RankedDocument",
+            "SequenceClassifier",
+            "TokenClassifier",
+            "TokenLabel",
+        ),
+        "embedding",
+    ),
     "AsyncLLM": "api.async_llm",
     "RequestHandle": "api",
     "Completion": "engine.completion",

@@ -232,9 +232,19 @@ class LLM(TextGenerator):
 
     def embed(self, *arguments: Any, **options: Any) -> NoReturn:
         """Raise RequestError: a decoder has no embeddings of texts; see `EmbeddingModel`."""
+        self._needs_encoder("embed")
+
+    def rerank(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Raise RequestError: a decoder has no scores of documents; see `SequenceClassifier`."""
+        self._needs_encoder("rerank")
+
+    def classify(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Raise RequestError: a decoder has no labels; see `SequenceClassifier`."""
+        self._needs_encoder("classify")
+
+    def _needs_encoder(self, name: str) -> NoReturn:
         raise RequestError(
-            f"embed needs an encoder, but {self.file.path} is a decoder "
-            f"({self.file.architecture}): pooling of decoders is not supported"
+            f"{name} needs an encoder, but {self.file.path} is a decoder ({self.file.architecture})"
         )
 
     # -- values and times

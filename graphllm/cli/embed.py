@@ -10,13 +10,10 @@ import numpy as np
 
 from ..errors import RequestError
 from .declarations import Option, verb
-from .options import Device, Model, ModelDef, Threads, read_text
+from .encoder_options import NoTruncate, TextFile, Type, load_encoder, text_lines
+from .options import Device, Model, ModelDef, Threads
 from .output import OutputError, check_writable, show, show_json, write_file
 
-TextFile = Annotated[
-    Path | None,
-    Option("-f", "--file", help="Text file, one text per line; standard input by default."),
-]
 Output = Annotated[
     Path | None,
     Option(
@@ -38,9 +35,6 @@ PromptName = Annotated[
     str | None,
     Option("--prompt-name", help="Name of a prompt of the model to put before each text."),
 ]
-Type = Annotated[
-    str | None, Option("--type", help="Block format to quantise matrices to while loading.")
-]
 
 
 @verb
@@ -50,10 +44,11 @@ def embed(
     output: Output = None,
     pooling: Pooling = None,
     prompt: PromptName = None,
+    truncate_dim: Annotated[
+        int | None, Option("--truncate-dim", help="Number of columns to keep; all by default.")
+    ] = None,
     raw: Annotated[bool, Option("--no-normalize", help="Do not scale to length one.")] = False,
-    refuse: Annotated[
-        bool, Option("--no-truncate", help="Report texts that are too long as an error.")
-    ] = False,
+    refuse: NoTruncate = False,
     kind: Type = None,
     device: Device = "auto",
     threads: Threads = 0,
@@ -67,20 +62,17 @@ def embed(
         if output.suffix not in (".npy", ".jsonl"):
             raise RequestError(f"-o {output}: the name must end in .npy or .jsonl")
         check_writable(output)
-    texts = _lines(read_text(file))
+    texts = text_lines(file)
     from ..embedding import EmbeddingModel
-    from ..progress import progress_line
-    from ..terminal import note
 
-    with progress_line() as progress:
-        loaded = EmbeddingModel.load(
-            model, model_def=model_def, type=kind, device=device, threads=threads, progress=progress
-        )
-    with loaded:
-        for line in loaded.misses():
-            note(f"note: {line}")
+    with load_encoder(EmbeddingModel, model, model_def, kind, device, threads) as loaded:
         vectors = loaded.embed(
-            texts, normalize=not raw, pooling=pooling, prompt=prompt, truncate=not refuse
+            texts,
+            normalize=not raw,
+            pooling=pooling,
+            prompt=prompt,
+            truncate_dim=truncate_dim,
+            truncate=not refuse,
         )
     if output is None:
         for vector in vectors:
@@ -88,12 +80,6 @@ def embed(
         return
     _write(output, vectors)
     show(f"{output}: {len(vectors)} embeddings of {vectors.shape[1]} columns")
-
-
-def _lines(text: str) -> list[str]:
-    """Return the lines of a text; empty lines count, the end of the last one does not."""
-    lines = text.split("\n")
-    return lines if lines[-1] else lines[:-1]
 
 
 def _numbers(vector: np.ndarray) -> list[float]:

@@ -53,13 +53,16 @@ def write_model_file(
         RequestError: invalid name, unknown family, existing file without ``force``, or the file
             cannot be written.
     """
-    known = sorted(family.name for family in models.specs() if family.is_decoder)
+    families = {family.name: family for family in models.specs()}
+    if like in families:
+        families[like].check_decoder("--like")
+    known = sorted(name for name, family in families.items() if family.is_decoder)
     if not name.isidentifier() or keyword.iskeyword(name):
         raise RequestError(
             f"{name!r} cannot be a model file's name: "
             "give a Python identifier (letters, digits, _), without .py"
         )
-    if name in known:
+    if name in families:
         raise RequestError(f"{name} is a built-in model family; choose another name")
     if like not in known:
         raise RequestError(f"--like {like}: no such family; known: {', '.join(known)}")

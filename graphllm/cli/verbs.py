@@ -7,8 +7,9 @@ from importlib import import_module
 from .declarations import VERBS, Verb
 
 NAMES = (
-    "attribute", "bench", "chat", "compare", "diff", "doctor", "embed", "inspect", "new",
-    "perplexity", "plan", "profile", "quantize", "run", "serve", "tokenize", "validate",
+    "attribute", "bench", "chat", "classify", "compare", "diff", "doctor", "embed", "inspect",
+    "new", "perplexity", "plan", "profile", "quantize", "rerank", "run", "serve", "tokenize",
+    "validate",
 )  # fmt: skip
 
 

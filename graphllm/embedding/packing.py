@@ -27,13 +27,24 @@ def pack(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
-def batch_feeds(sequences: Sequence[Sequence[int]], first_position: int) -> dict[str, np.ndarray]:
-    """Return the inputs of `model.encoder.EncoderBatch` for token ids of sequences."""
+def batch_feeds(
+    sequences: Sequence[Sequence[int]],
+    first_position: int,
+    types: Sequence[Sequence[int]] | None = None,
+) -> dict[str, np.ndarray]:
+    """Return the inputs of `model.encoder.EncoderBatch`.
+
+    Args:
+        sequences: token ids of each sequence.
+        first_position: position of the first token of a sequence.
+        types: token types of each sequence; zeros by default.
+    """
     lengths = [len(ids) for ids in sequences]
     positions = np.concatenate([np.arange(length) for length in lengths]) + first_position
+    kinds = np.zeros(len(positions)) if types is None else np.concatenate(types)
     return {
         "ids": np.concatenate(sequences).astype(np.int32),
         "pos": positions.astype(np.int32),
-        "token_types": np.zeros(len(positions), np.int32),
+        "token_types": kinds.astype(np.int32),
         "q_start": np.cumsum([0, *lengths]).astype(np.int32),
     }

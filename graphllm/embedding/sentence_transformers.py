@@ -1,7 +1,7 @@
 """Settings of sentence-transformers directories: modules, pooling, maximum length, prompts.
 
-Source: sentence-transformers 5, ``SentenceTransformer`` and its modules Transformer, Pooling and
-Normalize. A directory without modules.json has its defaults: mean pooling, no prompts.
+Source: sentence-transformers 5, ``SentenceTransformer`` and its modules Transformer, Pooling, Dense
+and Normalize. A directory without modules.json has its defaults: mean pooling, no prompts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.hf_directory import read_json
-from ..errors import ConfigError, ModelFileError, join_names, quote
+from ..errors import ConfigError, ModelFileError, quote
 from ..weights.strict_json import json_value
+from .dense import Dense, read_dense
+from .json_values import JsonValues
 from .pooling import POOLINGS
 
 _POOLING_KEYS = {  # of 1_Pooling/config.json, before version 5.3
@@ -24,7 +25,7 @@ _POOLING_KEYS = {  # of 1_Pooling/config.json, before version 5.3
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_MODULES = ("Transformer", "Pooling", "Normalize")
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")  # in this order
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class EmbeddingSettings:
         lowercase: whether texts are lowercased.
         prompts: texts that can be put before each text, by name.
         default_prompt: name of the prompt to use if none is chosen; None: no prompt.
+        dense: layers that are applied to the pooled vector in turn.
     """
 
     pooling: tuple[str, ...] = ("mean",)
@@ -44,6 +46,7 @@ class EmbeddingSettings:
     lowercase: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    dense: tuple[Dense, ...] = ()
 
 
 def read_settings(folder: Path) -> EmbeddingSettings:
@@ -55,15 +58,18 @@ def read_settings(folder: Path) -> EmbeddingSettings:
     """
     if not (folder / "modules.json").is_file():
         return EmbeddingSettings()
-    paths = _module_paths(folder / "modules.json")
-    own: dict[str, Any] = {}
-    if "Pooling" in paths:
-        own["pooling"] = _pooling(folder / paths["Pooling"] / "config.json")
-    limits = _Values(folder / "sentence_bert_config.json")
+    modules = _modules(folder / "modules.json")
+    own: dict[str, Any] = {
+        "dense": tuple(read_dense(folder / path) for name, path in modules if name == "Dense")
+    }
+    for name, path in modules:
+        if name == "Pooling":
+            own["pooling"] = _pooling(folder / path / "config.json")
+    limits = JsonValues(folder / "sentence_bert_config.json")
     own["max_length"] = limits.get("max_seq_length", int)
     own["lowercase"] = limits.get("do_lower_case", bool) or False
     limits.finish("transformer_task", "modality_config", "module_output_name")  # as for any text
-    texts = _Values(folder / "config_sentence_transformers.json")
+    texts = JsonValues(folder / "config_sentence_transformers.json")
     own["prompts"] = texts.get("prompts", dict) or {}
     own["default_prompt"] = texts.get("default_prompt_name", str)
     texts.finish("__version__", "similarity_fn_name", "model_type")  # of the writer; of scores
@@ -76,10 +82,10 @@ def read_settings(folder: Path) -> EmbeddingSettings:
     return EmbeddingSettings(**own)
 
 
-def _module_paths(path: Path) -> dict[str, str]:
-    """Return the folder of each module of modules.json by the name of its class."""
+def _modules(path: Path) -> list[tuple[str, str]]:
+    """Return the class name and the folder of each module of modules.json."""
     listed = json_value(path.read_bytes(), str(path))
-    found = {}
+    found: list[tuple[str, str]] = []
     for module in listed if isinstance(listed, list) else [listed]:
         if not isinstance(module, dict) or not isinstance(module.get("type"), str):
             raise ModelFileError(f"{path}: not a list of modules with a type")
@@ -89,14 +95,18 @@ def _module_paths(path: Path) -> dict[str, str]:
             raise ConfigError(f"{path}: module {quote(name)} is not supported, only {known}")
         if not isinstance(folder, str) or ".." in Path(folder).parts or Path(folder).is_absolute():
             raise ModelFileError(f"{path}: path = {quote(folder)} is not inside the directory")
-        found[name] = folder
-    if found.get("Transformer"):
+        found.append((name, folder))
+    names = [name for name, _ in found]
+    once = [name for name in names if name != "Dense"]
+    if names != sorted(names, key=_MODULES.index) or len(set(once)) < len(once):
+        raise ConfigError(f"{path}: modules {', '.join(names)}: not supported in this order")
+    if ("Transformer", "") not in found and "Transformer" in names:
         raise ConfigError(f"{path}: the Transformer module is in a folder of its own")
     return found
 
 
 def _pooling(path: Path) -> tuple[str, ...]:
-    values = _Values(path)
+    values = JsonValues(path)
     values.get("word_embedding_dimension", int)  # as the model states
     values.get("embedding_dimension", int)
     if values.get("include_prompt", bool) is False:
@@ -110,28 +120,3 @@ def _pooling(path: Path) -> tuple[str, ...]:
         known = ", ".join(POOLINGS)
         raise ConfigError(f"{path}: pooling {quote(chosen)} is not supported, only {known}")
     return tuple(name for name in POOLINGS if name in chosen)
-
-
-class _Values:
-    """Values of a JSON file, which may be missing; a key that nothing reads is an error."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._values = read_json(path) if path.is_file() else {}
-        self._read: set[str] = set()
-
-    def get(self, name: str, *kinds: type) -> Any:
-        """Return a value of one of these types; None if it is missing or null. ConfigError."""
-        self._read.add(name)
-        value = self._values.get(name)
-        if value is not None and type(value) not in kinds:
-            wanted = " or ".join(kind.__name__ for kind in kinds)
-            raise ConfigError(f"{self.path}: {name} = {quote(value)} is not {wanted}")
-        return value
-
-    def finish(self, *ignored: str) -> None:
-        """Raise ConfigError for keys that have a value and were not read."""
-        known = {*self._read, *ignored}
-        unknown = [n for n, v in self._values.items() if v is not None and n not in known]
-        if unknown:
-            raise ConfigError(f"{self.path}: unknown keys {join_names(unknown, quote)}")

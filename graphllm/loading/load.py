@@ -26,9 +26,10 @@ from ..backends import Options
 from ..checkpoints.checkpoint import Checkpoint
 from ..compiler import fusion
 from ..engine.kv_memory import check_kv_memory, kv_blocks
-from ..errors import PlacementError
+from ..errors import PlacementError, RequestError
 from ..graph.dtype import CACHED
 from ..model.batch import Limits
+from ..model.config import EncoderConfig
 from ..model.decoder import Decoder
 from ..runtime.executor import Executor, Progress
 from ..runtime.gpu_offload import check_gpu_layers
@@ -110,12 +111,21 @@ def build_decoder(
 
 def build_model(
     file: Checkpoint, spec: ModelSpec, kind: str | None = None,
-    backends: Sequence[str] | None = None, options: Options | None = None,
+    backends: Sequence[str] | None = None, options: Options | None = None, head: str = "",
 ) -> Decoder | Encoder:  # fmt: skip
-    """Build the decoder or encoder ``spec`` of a model file; see `build_decoder`."""
+    """Build the decoder or encoder ``spec`` of a model file; see `build_decoder`.
+
+    ``head``: name of an encoder's head in `EncoderConfig.heads`; empty for none. RequestError if
+    the family has no such head.
+    """
     keys = file.keys(spec)
     config = spec.config(keys)
     keys.finish()
+    if head:
+        assert isinstance(config, EncoderConfig)
+        if head not in config.heads:
+            raise RequestError(f"{file.path}: {spec.name} has no head {head}")
+        config = replace(config, head=config.heads[head])
     weights = file.weights(spec, config)
     if kind is not None:
         from ..checkpoints.quantize_on_load import QuantizedWeights, routers

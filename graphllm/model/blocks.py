@@ -15,7 +15,7 @@ from .nn import Module, activation
 
 
 class Blocks(Module):
-    """Norms, position embeddings and MLPs.
+    """Norms, position embeddings, inputs of attention, and MLPs.
 
     Attributes:
         cfg: the model's configuration, a `DecoderConfig` or an `EncoderConfig`.
@@ -57,6 +57,37 @@ class Blocks(Module):
             return None
         return self.vector(c.bias_name, c.heads, 2 * c.bias_reach + 1, root=True)
 
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [T, H, D], keys and values [T, Hkv, D] of x [T, dim]."""
+        c, n, d = self.cfg.attention, self.cfg.names, self.cfg.attention.head_dim
+        counts = (c.heads, c.kv_heads, c.kv_heads)
+        if c.fused == "heads":
+            y = self.linear(x, n.qkv, sum(counts) * d, c.bias).heads(c.kv_heads)
+            q, k, v = split_columns(y, (c.heads // c.kv_heads * d, d, d))
+            return q.reshape(q.shape[0], c.heads, d), k, v
+        if c.fused:
+            y = self.linear(x, n.qkv, sum(counts) * d, c.bias)
+            parts = split_columns(y, tuple(count * d for count in counts))
+        else:
+            each = zip((n.q, n.k, n.v), counts, strict=True)
+            parts = [self.linear(x, name, count * d, c.bias) for name, count in each]
+        q, k, v = (part.heads(count) for part, count in zip(parts, counts, strict=True))
+        return q, k, v
+
+    def rotate(self, x: Tensor, pos: Tensor, rope: Rope) -> Tensor:
+        """Rotate x [T, H, D] by the positions ``pos`` [T]."""
+        factors = None
+        if isinstance(rope.factors, str):
+            pairs = (rope.dims or x.shape[-1]) // 2  # type: ignore[operator]
+            factors = self.vector(rope.factors, pairs, root=True)
+        elif rope.factors:
+            values = np.asarray(rope.factors, np.float32)
+            factors = self.constant(f"rope.factors.{crc32(values.tobytes()):08x}", values)
+        return ops.rope(
+            x, pos, factors, base=rope.base, dims=rope.dims, style=rope.style, scale=rope.scale,
+            attention_factor=rope.attention_factor,
+        )  # fmt: skip
+
     def feed_forward(self, x: Tensor, intermediate_size: int) -> Tensor:
         """Apply an MLP of `config.Mlp`'s kind with another width: x [T, dim] -> [T, dim]."""
         c, n, hidden = self.cfg.mlp, self.cfg.names, intermediate_size
@@ -93,20 +124,6 @@ class DecoderBlocks(Blocks):
         if rope is None:
             return x
         return self.rotate(x, batch.pos, rope.for_context(batch.limits.context))
-
-    def rotate(self, x: Tensor, pos: Tensor, rope: Rope) -> Tensor:
-        """Rotate x [T, H, D] by the positions ``pos`` [T]."""
-        factors = None
-        if isinstance(rope.factors, str):
-            pairs = (rope.dims or x.shape[-1]) // 2  # type: ignore[operator]
-            factors = self.vector(rope.factors, pairs, root=True)
-        elif rope.factors:
-            values = np.asarray(rope.factors, np.float32)
-            factors = self.constant(f"rope.factors.{crc32(values.tobytes()):08x}", values)
-        return ops.rope(
-            x, pos, factors, base=rope.base, dims=rope.dims, style=rope.style, scale=rope.scale,
-            attention_factor=rope.attention_factor,
-        )  # fmt: skip
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, i: int, batch: Batch, scale: float = 0.0

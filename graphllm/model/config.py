@@ -6,10 +6,12 @@ A model file's ``config`` function returns one of them; `graphllm.model.decoder`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 # Hugging Face's names of activations: the op and its attributes.
-ACTIVATIONS: dict[str, tuple[str, dict[str, str]]] = {
+ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "silu": ("silu", {}),
     "swish": ("silu", {}),
     "gelu": ("gelu", {"kind": "erf"}),
@@ -17,6 +19,7 @@ ACTIVATIONS: dict[str, tuple[str, dict[str, str]]] = {
     "gelu_pytorch_tanh": ("gelu", {"kind": "tanh"}),
     "gelu_fast": ("gelu", {"kind": "tanh"}),
     "relu": ("relu", {}),
+    "tanh": ("softcap", {"cap": 1.0}),
 }
 
 
@@ -265,6 +268,36 @@ class DecoderConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
+class Head:
+    """Head of an encoder: a linear, before it possibly a dense layer with activation and norm.
+
+    Attributes:
+        out: Name of the linear, whose rows are the labels or the vocabulary.
+        bias: Name of its bias; empty if it has none.
+        dense: Name of the dense layer; empty if there is none.
+        dense_bias: Whether the dense layer has a bias.
+        width: Rows of the dense layer; 0 for as many as it has columns.
+        act: Activation after the dense layer, a name in `ACTIVATIONS`.
+        norm: Name of the layer norm after the activation; empty if there is none.
+        pooling: What it reads of a text: "cls" (the first token), "mean", or "" for every token.
+    """
+
+    out: str
+    bias: str
+    dense: str = ""
+    dense_bias: bool = True
+    width: int = 0
+    act: str = "gelu"
+    norm: str = ""
+    pooling: str = ""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the modules with weights of the head."""
+        return tuple(filter(None, (self.out, self.dense, self.norm, self.bias.rpartition(".")[0])))
+
+
+@dataclass(frozen=True)
 class EncoderConfig(ModelConfig):
     """Architecture of a bidirectional encoder.
 
@@ -273,6 +306,10 @@ class EncoderConfig(ModelConfig):
     """
 
     token_types: int = 0  # rows of the table of token types; 0: none
+    # The heads that the family has, by the end of the name of transformers' class, such as
+    # "SequenceClassification"; and the one to compute, None for the hidden states only.
+    heads: Mapping[str, Head] = field(default_factory=dict)
+    head: Head | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ..errors import RequestError, UnusedTensors
 from ..graph.dtype import dtype
 from ..graph.tensor import Tensor, scope
 from .batch import Batch, CacheSpec, Limits
-from .blocks import DecoderBlocks, split_columns
+from .blocks import DecoderBlocks
 from .config import (
     SANDWICH_NORMS,
     Attention,
@@ -178,23 +178,6 @@ class Decoder(DecoderBlocks):
         q, k = self.rope(q, i, batch), self.rope(k, i, batch)
         h = self.attend(q, k, v, i, batch)
         return self.linear(h, n.out, self.cfg.dim, c.out_bias)
-
-    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [T, H, D], keys and values [T, Hkv, D] of x [T, dim]."""
-        c, n, d = self.cfg.attention, self.cfg.names, self.cfg.attention.head_dim
-        counts = (c.heads, c.kv_heads, c.kv_heads)
-        if c.fused == "heads":
-            y = self.linear(x, n.qkv, sum(counts) * d, c.bias).heads(c.kv_heads)
-            q, k, v = split_columns(y, (c.heads // c.kv_heads * d, d, d))
-            return q.reshape(q.shape[0], c.heads, d), k, v
-        if c.fused:
-            y = self.linear(x, n.qkv, sum(counts) * d, c.bias)
-            parts = split_columns(y, tuple(count * d for count in counts))
-        else:
-            each = zip((n.q, n.k, n.v), counts, strict=True)
-            parts = [self.linear(x, name, count * d, c.bias) for name, count in each]
-        q, k, v = (part.heads(count) for part, count in zip(parts, counts, strict=True))
-        return q, k, v
 
     def mlp(self, x: Tensor) -> Tensor:
         """Apply the MLP: x [T, dim] -> [T, dim]."""

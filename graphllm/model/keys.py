@@ -42,6 +42,8 @@ IGNORED = {
     "router_jitter_noise": "training", "aux_loss_alpha": "training", "seq_aux": "training",
     "gradient_checkpointing": "training", "unk_token_id": "read by the tokenizer",
     "transformers.js_config": "for another program",
+    "sentence_transformers": "read by rerank",
+    "sbert_ce_default_activation_function": "read by rerank",
     "unsloth_version": "writer of the file", "unsloth_fixed": "writer of the file",
     "quantization_config": "read with the tensors",
     **dict.fromkeys(

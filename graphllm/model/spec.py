@@ -160,8 +160,8 @@ class ModelSpec:
             )
         if self.is_encoder:
             raise RequestError(
-                f"{where}: {self.name} is an encoder, which has no next tokens; compute embeddings "
-                "with EmbeddingModel.load(...).embed or graphllm embed"
+                f"{where}: {self.name} is an encoder, but this needs a decoder; encoders run with "
+                "graphllm embed, rerank and classify, or graphllm.load(...)"
             )
 
     def hf_rules(self, config: ModelConfig) -> Sequence[WeightRule]:

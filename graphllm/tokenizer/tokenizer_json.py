@@ -59,8 +59,8 @@ class HfTokenizer(BaseTokenizer):
         self._added_texts = {token: engine.id_to_token(token) or "" for token in added}
         self._controls = {token for token, text in added.items() if text.special}
         named = {name: token.content for name, token in directory.named(kind.tokens).items()}
-        self.bos_id, self.eos_id = (
-            ids.get(named.get(f"{key}_token", "")) for key in ("bos", "eos")
+        self.bos_id, self.eos_id, self.mask_id = (
+            ids.get(named.get(f"{key}_token", "")) for key in ("bos", "eos", "mask")
         )
         ends = {self.eos_id} if self.eos_id is not None else set()
         ends |= known_eog_ids({self._texts[token]: token for token in self._controls})

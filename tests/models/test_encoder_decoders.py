@@ -240,7 +240,7 @@ def test_logits_that_are_not_finite(tmp_path):
     [
         ("t5", "config.json", {"decoder_start_token_id": None}, "missing key 'decoder_start"),
         ("t5", "config.json", {"decoder_start_token_id": 131}, "is not a token id below 131"),
-        ("t5", "config.json", {"feed_forward_proj": "gated-tanh"}, "'gated-tanh' is not supp"),
+        ("t5", "config.json", {"feed_forward_proj": "gated-mish"}, "'gated-mish' is not supp"),
         ("t5", "config.json", {"num_decoder_layers": 10**9}, "missing tensor"),
         ("t5", "config.json", {"relative_attention_max_distance": 2**31 - 1}, "is not in 17.."),
         ("t5", "config.json", {"relative_attention_num_buckets": 2}, "= 2 is not in 4.."),

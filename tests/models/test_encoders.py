@@ -9,7 +9,7 @@ import hf_models
 import numpy as np
 import pytest
 from cuda_cases import DEVICES, need_device
-from encoder_files import SPEC, write_encoder
+from encoder_models import write_encoder
 from typer.testing import CliRunner
 
 import graphllm
@@ -21,14 +21,18 @@ from graphllm.embedding.pooling import POOLINGS
 from graphllm.errors import ConfigError, ModelFileError, RequestError
 
 RNG = np.random.default_rng(3)
+SPEC = hf_models.SPECS["bert"]
+VARIANTS = [
+    (s.name, i) for s in hf_models.SPECS.values() if s.is_encoder for i in range(len(s.tiny))
+]
 LENGTHS = [1, 64, 2, *RNG.integers(1, 64, 14)]  # ragged; a single token, and as many as positions
 SEQUENCES = [RNG.integers(5, 120, n).tolist() for n in LENGTHS]
 
 
-@pytest.fixture(scope="module", params=range(len(SPEC.tiny)))
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda case: f"{case[0]}-{case[1]}")
 def written(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("encoder")
-    return folder, write_encoder(folder, request.param)
+    folder, (name, variant) = tmp_path_factory.mktemp("encoder"), request.param
+    return folder, write_encoder(folder, hf_models.SPECS[name], variant)
 
 
 def write_modules(folder, pooling="mean", normalize=False, **prompts):
@@ -51,7 +55,7 @@ def write_modules(folder, pooling="mean", normalize=False, **prompts):
 def embedder(tmp_path_factory):
     """A sentence-transformers directory of a small model, and the model on the CPU."""
     folder = tmp_path_factory.mktemp("sentences")
-    write_encoder(folder, 0)
+    write_encoder(folder, SPEC, 0)
     write_modules(folder, "cls", True, query="the ")
     with EmbeddingModel.load(folder, device="cpu") as model:
         yield folder, model
@@ -100,6 +104,48 @@ def test_embeddings_are_pooled_hidden_states(embedder):
 
 
 @pytest.mark.parity
+@pytest.mark.parametrize("kind", ["float32", "float16"])
+def test_dense_modules_and_fewer_columns(tmp_path, kind):
+    """Two layers over a pooled vector, written out here; columns are cut before normalisation."""
+    from safetensors.numpy import save_file
+
+    write_encoder(tmp_path, SPEC, 0)
+    write_modules(tmp_path)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    layers = []
+    for i, (rows, columns, bias, act) in enumerate(((7, 60, True, "Tanh"), (5, 7, False, "ReLU"))):
+        (folder := tmp_path / f"{i + 2}_Dense").mkdir()
+        tensors = {"linear.weight": RNG.standard_normal((rows, columns)).astype(kind)}
+        if bias:
+            tensors["linear.bias"] = RNG.standard_normal(rows).astype(kind)
+        save_file(tensors, folder / "model.safetensors")
+        values = {"in_features": columns, "out_features": rows, "bias": bias,
+                  "activation_function": f"torch.nn.modules.activation.{act}"}  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(values))
+        modules.append({"type": "sentence_transformers.models.Dense", "path": folder.name})
+        layers.append(tensors)
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with EmbeddingModel.load(tmp_path, device="cpu") as model:
+        assert model.dim == 5
+        texts = ["the cat", "a", "b c"]
+        pooled = [rows.mean(0) for rows in model._hidden([model.encode(text) for text in texts])]
+        first = np.tanh(np.stack(pooled) @ layers[0]["linear.weight"].T + layers[0]["linear.bias"])
+        want = np.maximum(first @ layers[1]["linear.weight"].T, 0)
+        found = model.embed(texts, normalize=False)
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+        assert np.array_equal(model.embed(texts[1], normalize=False)[0], found[1])
+        short = model.embed(texts, truncate_dim=3)
+        lengths = np.maximum(np.linalg.norm(want[:, :3], axis=1, keepdims=True), 1e-12)
+        np.testing.assert_allclose(short, want[:, :3] / lengths, rtol=1e-4, atol=1e-5)
+        assert model.embed([], truncate_dim=2).shape == (0, 2)
+        with pytest.raises(RequestError, match="truncate_dim = 6 exceeds the 5 columns"):
+            model.embed(texts, truncate_dim=6)
+    (tmp_path / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(ModelFileError, match="2_Dense"):
+        EmbeddingModel.load(tmp_path, device="reference")
+
+
+@pytest.mark.parity
 def test_long_texts_are_truncated_with_one_note_or_refused(embedder, capsys):
     _, model = embedder
     long, short = "a " * 40, "a " * 7  # seven tokens and two special ones fill the model
@@ -114,7 +160,9 @@ def test_long_texts_are_truncated_with_one_note_or_refused(embedder, capsys):
 def test_wrong_requests_are_one_error(embedder):
     folder, model = embedder
     for name in ("generate", "stream", "chat", "logits"):
-        with pytest.raises(RequestError, match=f"{name} needs a decoder, but .* is an encoder"):
+        with pytest.raises(
+            RequestError, match=f"{name} needs a decoder, but .* is an embedding model"
+        ):
             getattr(model, name)("text")
     for wrong in (3, ["a", 3], {"a": 1}):
         with pytest.raises(RequestError, match=r"texts = .* must be"):
@@ -138,10 +186,10 @@ def test_load_chooses_by_the_model_type(embedder, tmp_path):
         assert model.tokenizer.decode(model.encode("the thes cat")) == "the thes cat"
     with pytest.raises(RequestError, match="kv_type has no meaning for an encoder"):
         graphllm.load(folder, kv_type="f16")
-    with pytest.raises(RequestError, match="bert is an encoder, which has no next tokens"):
+    with pytest.raises(RequestError, match="bert is an encoder, but this needs a decoder"):
         graphllm.LLM.load(folder)
     hf_models.write(tmp_path, hf_models.SPECS["llama"], 0)
-    with pytest.raises(RequestError, match="llama has a decoder; only encoders"):
+    with pytest.raises(RequestError, match="llama is a decoder, not an embedding model"):
         EmbeddingModel.load(tmp_path)
     with (
         graphllm.load(tmp_path, device="reference") as llm,
@@ -191,11 +239,13 @@ def test_minilm_agrees_with_transformers():
 
 @pytest.mark.parity
 def test_directories_are_read_strictly(tmp_path):
-    write_encoder(tmp_path, 0)
+    write_encoder(tmp_path, SPEC, 0)
     assert EmbeddingModel.load(tmp_path, device="reference").settings.pooling == ("mean",)
     path = tmp_path / "modules.json"
     for text, error, match in (
-        ('[{"type": "a.Dense", "path": "2_Dense"}]', ConfigError, "module 'Dense'"),
+        ('[{"type": "a.LSTM", "path": "2_LSTM"}]', ConfigError, "module 'LSTM'"),
+        ('[{"type": "a.Dense", "path": "2_Dense"}]', ModelFileError, "2_Dense"),
+        ('[{"type": "a.Pooling"}, {"type": "a.Transformer"}]', ConfigError, "in this order"),
         ('[{"type": "a.Pooling", "path": "../x"}]', ModelFileError, "not inside"),
         ('{"a": 1}', ModelFileError, "not a list of modules"),
     ):

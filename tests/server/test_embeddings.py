@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import encoder_files
+import hf_models
 import numpy as np
 import pytest
+from encoder_models import write_encoder
 from running_server import KEY, MODEL, Running
 
 import graphllm
@@ -19,7 +20,7 @@ TEXTS = ["the the", "a", "letters and words of the encoder"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> graphllm.EmbeddingModel:
     folder = tmp_path_factory.mktemp("encoder")
-    encoder_files.write_encoder(folder, 0)
+    write_encoder(folder, hf_models.SPECS["bert"], 0)
     return graphllm.load(folder, device="cpu", threads=1)
 
 

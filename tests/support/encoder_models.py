@@ -1,4 +1,4 @@
-"""Directories of small random encoders, with a tokenizer of letters."""
+"""Directories of small random encoders, with transformers as the oracle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from copy import deepcopy
 
 import hf_models
 
-SPEC = hf_models.SPECS["bert"]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(97, 123)), "the", "##s"]
 
 
@@ -25,14 +24,20 @@ def write_tokenizer(folder):
     made.save(str(folder / "tokenizer.json"))
 
 
-def write_encoder(folder, variant):
-    """A directory of a small random model; returns transformers' model."""
-    import torch
-    from transformers import AutoConfig, AutoModel
+def write_encoder(folder, spec, variant, task="", **changes):
+    """A directory of a small random model; returns transformers' model.
 
-    config = hf_models.config_of(SPEC, variant)
-    made = AutoConfig.for_model(config.pop("model_type", "bert"), **deepcopy(config))
-    model = AutoModel.from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
+    ``task``: end of the name of the class, such as "MaskedLM"; ``changes``: keys of the
+    configuration.
+    """
+    import torch
+    import transformers
+
+    config = {**hf_models.config_of(spec, variant), **changes}
+    kind = config.pop("model_type", spec.name)
+    made = transformers.AutoConfig.for_model(kind, **deepcopy(config))
+    auto = getattr(transformers, f"AutoModelFor{task}" if task else "AutoModel")
+    model = auto.from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
     hf_models.randomise(model)
     model.save_pretrained(folder)
     write_tokenizer(folder)
