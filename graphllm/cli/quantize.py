@@ -4,14 +4,90 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+from ..errors import RequestError
 from ..progress import progress_line
 from ..terminal import note
 from .declarations import Argument, Option, verb
-from .options import Threads
+from .options import Device, Threads, read_text_file
 from .output import show
+
+if TYPE_CHECKING:
+    from ..quantize.imatrix import ImportanceMatrix
+
+
+@dataclass
+class Importance:
+    """Where the importance matrix comes from: a file, or a run of the model over a text."""
+
+    imatrix: Annotated[
+        Path | None,
+        Option(
+            "--imatrix", help="Importance matrix of llama.cpp's imatrix tool.", show_default=False
+        ),
+    ] = None
+    calibrate: Annotated[
+        Path | None,
+        Option(
+            "--calibrate",
+            metavar="FILE",
+            help="Text to run the model on, to collect the importance matrix; - reads standard "
+            "input.",
+            show_default=False,
+        ),
+    ] = None
+    chunks: Annotated[
+        int | None,
+        Option(
+            "--chunks",
+            help="Maximum number of chunks of 512 tokens of --calibrate; all by default.",
+            show_default=False,
+        ),
+    ] = None
+    write_imatrix: Annotated[
+        Path | None,
+        Option(
+            "--write-imatrix",
+            metavar="OUT",
+            help="Write the importance matrix of --calibrate as llama.cpp's imatrix tool does.",
+            show_default=False,
+        ),
+    ] = None
+    device: Device = "auto"
+
+    def check(self, model_output: Path, force: bool) -> None:
+        """Raise RequestError if options do not fit together, or an output exists."""
+        from ..atomic_file import check_output
+
+        if self.imatrix is not None and self.calibrate is not None:
+            raise RequestError("give --imatrix FILE or --calibrate FILE, not both")
+        if self.calibrate is None:
+            for flag, value in (("--chunks", self.chunks), ("--write-imatrix", self.write_imatrix)):
+                if value is not None:
+                    raise RequestError(f"{flag} needs --calibrate FILE")
+        for path in (model_output, self.write_imatrix):
+            if path is not None:
+                check_output(path, force)
+
+    def get(self, model: str, threads: int, force: bool) -> Path | ImportanceMatrix | None:
+        """Return the importance matrix. It is written if --write-imatrix asks for it."""
+        if self.calibrate is None:
+            return self.imatrix
+        from ..quality.calibration import calibrate
+
+        text = read_text_file(self.calibrate)
+        options = {"device": self.device, "threads": threads}
+        with progress_line("calibrating") as bar:
+            found = calibrate(
+                model, text, chunks=self.chunks, options=options,
+                progress=lambda done, total: bar("calibrating", done, total),
+            )  # fmt: skip
+        if self.write_imatrix is not None:
+            found.write(self.write_imatrix, str(self.calibrate), force)
+        return found
 
 
 @verb
@@ -25,6 +101,7 @@ def quantize(
         ),
     ],
     output: Annotated[Path, Argument(help="The .gguf file to write.", show_default=False)],
+    importance: Importance,
     kind: Annotated[
         str,
         Option(
@@ -33,13 +110,7 @@ def quantize(
             "lists all.",
         ),
     ] = "q4_k_m",
-    imatrix: Annotated[
-        Path | None,
-        Option(
-            "--imatrix", help="Importance matrix of llama.cpp's imatrix tool.", show_default=False
-        ),
-    ] = None,
-    force: Annotated[bool, Option("--force", help="Overwrite an existing file.")] = False,
+    force: Annotated[bool, Option("--force", help="Overwrite existing files.")] = False,
     allow_requantize: Annotated[
         bool,
         Option(
@@ -51,12 +122,21 @@ def quantize(
 ) -> None:
     """Quantise a model: write it as a GGUF file of another type.
 
+    With --calibrate, the model is first run on a text, to find out which
+    columns of each matrix matter most.
+
     graphllm quantize ~/models/Qwen3-0.6B qwen3-q4_k_m.gguf --type q4_k_m
 
-    graphllm quantize model-f16.gguf model-iq4_xs.gguf --type iq4_xs --imatrix imatrix.gguf
+    graphllm quantize f16.gguf q3_k_m.gguf --type q3_k_m --calibrate book.txt
+
+    graphllm quantize f16.gguf iq4_xs.gguf --type iq4_xs --imatrix imatrix.gguf
     """
     from ..quantize import quantize as run
+    from ..quantize.mixes import file_type
 
+    file_type(kind)  # an unknown type is reported before the model runs
+    importance.check(output, force)
+    imatrix = importance.get(model, threads, force)
     bar = progress_line("quantising") if sys.stderr.isatty() else nullcontext()
     with bar as progress:
         done = run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,7 +90,7 @@ class Tracer:
         try:
             for scope, call in traced.calls.items():
                 call.function = patches[scope]
-            steps = self._steps(traced, tokens)
+            steps = list(self._steps(traced, tokens))
         finally:
             for call in traced.calls.values():
                 call.function = None  # a closure may keep large objects alive
@@ -98,15 +98,22 @@ class Tracer:
             name: _join_steps([s.pop(name) for s in steps], known[name]) for name in traced.wanted
         }
 
-    def _steps(self, traced: _TracePlan, tokens: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """Compute ``tokens`` step by step; return the values of each step."""
-        found = []
+    def steps(self, tokens: Sequence[int]) -> Generator[dict[str, np.ndarray], None, None]:
+        """Yield all values for the tokens of each step of a prompt; the caller holds the lock.
+
+        A step has as many tokens as `MAX_STEP_BYTES` of values allow.
+        """
+        return self._steps(self._traced(list(self._values), {}), tokens)
+
+    def _steps(
+        self, traced: _TracePlan, tokens: Sequence[int]
+    ) -> Generator[dict[str, np.ndarray], None, None]:
+        """Compute ``tokens`` step by step; yield the values of each step."""
         with self._engine.evaluation(tokens) as evaluation:
             for at in range(0, len(tokens), traced.rows):
                 piece = tokens[at : at + traced.rows]
                 rows = np.arange(len(piece))
-                found.append(evaluation.append(traced.plan, piece, rows, traced.wanted))
-        return found
+                yield evaluation.append(traced.plan, piece, rows, traced.wanted)
 
     def _traced(self, wanted: Sequence[str], patches: Mapping[str, Patch]) -> _TracePlan:
         """Return the plan for these scopes and patches: the last one, or a new one."""

@@ -20,7 +20,7 @@ from ..errors import ModelFileError, RequestError, quote
 from ..formats.quantization import Blocks, check_scales
 from ..graph.dtype import DTYPES, DType
 from .encode import Encoder
-from .imatrix import read_imatrix
+from .imatrix import ImportanceMatrix, read_imatrix
 from .mixes import FileType, file_type, fitting_format, is_quantised, mixed_format
 from .source import GgufSource, Source
 
@@ -62,7 +62,7 @@ def quantize(
     output: str | Path,
     kind: str,
     *,
-    imatrix: str | Path | None = None,
+    imatrix: str | Path | ImportanceMatrix | None = None,
     force: bool = False,
     allow_requantize: bool = False,
     threads: int = 0,
@@ -74,7 +74,7 @@ def quantize(
         model: A GGUF file (the first part of a split one), a Hugging Face directory, or ``demo``.
         output: The file to write. It gets this name only when it is complete.
         kind: A type of `mixes.FILE_TYPES`.
-        imatrix: llama.cpp's importance matrix.
+        imatrix: llama.cpp's importance matrix, or its file.
         force: Whether to replace an existing file.
         allow_requantize: Whether tensors in a block format may be converted to another one.
         threads: Number of CPU threads; 0 uses every available core.
@@ -89,7 +89,7 @@ def quantize(
     check_output(path, force)
     source = open_source(model)
     try:
-        importance = read_imatrix(Path(imatrix)) if imatrix is not None else {}
+        importance = _importance(imatrix)
         plan = Plan(source, wanted, importance, allow_requantize)
         metadata = {
             **source.metadata,
@@ -107,8 +107,7 @@ def quantize(
                     writer.write(part)
                     done += stored.nbytes * part.nbytes // entry.nbytes
                     if progress is not None:
-                        rate = done / (time.perf_counter() - start) / 1e6
-                        progress("quantising", done, total, f"{rate:.0f} MB/s")
+                        progress("quantising", done, total, _rate(done, total, start))
                 source.release(stored.name)
         formats: dict[str, int] = {}
         for each in plan.tensors:
@@ -117,6 +116,20 @@ def quantize(
         return Report(path, total, size, seconds, formats, [*source.notes, *plan.notes])
     finally:
         source.close()
+
+
+def _importance(imatrix: str | Path | ImportanceMatrix | None) -> dict[str, Array]:
+    """Return the importance of columns by tensors."""
+    if isinstance(imatrix, ImportanceMatrix):
+        return imatrix.weights()
+    return {} if imatrix is None else read_imatrix(Path(imatrix))
+
+
+def _rate(done: int, total: int, start: float) -> str:
+    """Return the rate of reading since the time ``start``, and the time that the rest takes."""
+    rate = max(done, 1) / (time.perf_counter() - start)
+    left = round((total - done) / rate)
+    return f"{rate / 1e6:.0f} MB/s, {left // 60}:{left % 60:02} left"
 
 
 class Plan:
@@ -185,7 +198,7 @@ class Plan:
                     f"importance matrix: entry {quote(each.name)} has {found.size} values for a "
                     f"tensor of shape {list(each.shape)}"
                 )
-        if len(missing) == len(self._quantised()):
+        if missing and len(missing) == len(self._quantised()):
             raise ModelFileError("importance matrix: it has no entry for any tensor of the model")
         if missing:
             self.notes.append(f"no importance for {len(missing)} matrices, as {missing[0]}")

@@ -117,6 +117,9 @@ class HfSource:
             rows = raw.reshape(*rows.shape[:3], F32.nbytes)
         return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(raw.shape)
 
+    def stored_names(self, weight: str) -> list[str]:
+        return [name for name, canonical in self._stored.items() if canonical == weight]
+
     def release(self, name: str) -> None:
         if name in self._stored:
             self._weights.release(self._stored[name])

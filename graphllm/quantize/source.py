@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from ..checkpoints.gguf import GgufCheckpoint
 from ..checkpoints.gguf_writer import TensorEntry, read_encoded_metadata
+from ..weights import NamedWeights
 from .mixes import Model
 
 
@@ -36,6 +38,12 @@ class Source(Protocol):
     def release(self, name: str) -> None:
         """Free the memory of the tensor's pages."""
 
+    def stored_names(self, weight: str) -> list[str]:
+        """Return the tensors whose rows are those of a weight, by its canonical name.
+
+        Several ones if each is a matrix of the weight. ModelFileError: the architecture is unknown.
+        """
+
     def close(self) -> None: ...
 
 
@@ -51,6 +59,16 @@ class GgufSource:
         self.tensors = [TensorEntry(t.name, t.shape, t.dtype) for t in file.tensors.values()]
         self.model = describe(file.architecture, _numbers(file), self.tensors)
         self.notes: list[str] = []
+
+    @cached_property
+    def _weights(self) -> NamedWeights:
+        """The tensors under canonical names, for architectures that graphllm knows."""
+        spec = self._file.spec()
+        rules = spec.gguf_rules(spec.config(self._file.keys(spec)))
+        return NamedWeights(self._file, rules, strict=True)
+
+    def stored_names(self, weight: str) -> list[str]:
+        return self._weights.row_sources(weight)
 
     def raw(self, name: str) -> np.ndarray:
         return self._file.raw(name)

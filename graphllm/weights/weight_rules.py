@@ -333,6 +333,15 @@ class NamedWeights:
         weight = self._weights.get(name)
         return [weight.parts[i] for i in range(len(weight.parts))] if weight else []
 
+    def row_sources(self, name: str) -> list[str]:
+        """Return the file's names of the tensors whose rows are the rows of a weight, unchanged.
+
+        Empty if the weight is made in another way.
+        """
+        weight = self._weights.get(name)
+        same = weight is not None and isinstance(weight.transform, (Identity, Rows))
+        return self.sources(name) if same else []
+
     def _metas(self, name: str) -> list[Meta]:
         infos = map(self.file.readable, self.sources(name))
         return [Meta.of(tuple(info.shape), info.dtype) for info in infos]

@@ -62,7 +62,8 @@ def command_line(verb: Verb, rng: random.Random) -> list[str]:
             words.append(f"{rng.choice(declared.flags)}={value}")
         else:
             words += [rng.choice(declared.flags), value]
-    return [*words, "model"] if rng.random() < 0.7 else words
+    arguments = sum(not get_args(each.annotation)[1].flags for each in verb.parameters)
+    return [*words, *["model"] * arguments] if rng.random() < 0.7 else words
 
 
 @pytest.mark.parametrize("name", NAMES)

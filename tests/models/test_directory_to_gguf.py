@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 import graphllm
 from graphllm import ConfigError, ModelFileError, models
+from graphllm.quality.calibration import calibrate
 from graphllm.quantize import quantize
 from graphllm.tokenizer.edge_cases import EDGE_CASES
 from graphllm.tokenizer.pre_tokenizers import PRE_TOKENIZERS, expand
@@ -111,6 +112,19 @@ def test_the_file_is_the_same_model(family, variant, pre, architecture, tmp_path
         assert file.architecture == architecture
         assert file.value("tokenizer.chat_template", str) == TEMPLATE
         assert file.value("tokenizer.ggml.pre", str) == (pre or "default")
+
+
+def test_importance_of_a_directory_is_that_of_its_file(tmp_path):
+    write(tmp_path / "model", "llama", 0)
+    quantize(tmp_path / "model", tmp_path / "model.gguf", "f32")
+    ids, options = IDS * 4, {"device": "cpu", "kv_type": "f32", "threads": 1}
+    one, two = (
+        calibrate(tmp_path / name, ids, context=14, options=options).weights()
+        for name in ("model", "model.gguf")
+    )
+    assert one.keys() == two.keys() and len(one) % 7 == 0
+    for name, values in one.items():
+        np.testing.assert_allclose(values, two[name], rtol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize(
