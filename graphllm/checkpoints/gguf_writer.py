@@ -92,6 +92,11 @@ class TensorEntry:
         return self.dtype.row_nbytes(self.shape[-1]) * math.prod(self.shape[:-1])
 
     @property
+    def padded_bytes(self) -> int:
+        """Size in a file, whose tensors are aligned."""
+        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+
+    @property
     def type_number(self) -> int:
         form = BLOCK_FORMATS.get(self.dtype.name)
         number = form.gguf_type if form else _PLAIN_NUMBERS.get(self.dtype.name)
@@ -113,9 +118,18 @@ def _header(metadata: dict[str, bytes], tensors: Sequence[TensorEntry]) -> bytes
             struct.pack(f"<I{len(dims)}Q", len(dims), *dims),
             struct.pack("<IQ", each.type_number, offset),
         ]
-        offset += -(-each.nbytes // ALIGNMENT) * ALIGNMENT
+        offset += each.padded_bytes
     data = b"".join(parts)
     return data + bytes(-len(data) % ALIGNMENT)
+
+
+def file_bytes(metadata: dict[str, bytes], tensors: Sequence[TensorEntry]) -> int:
+    """Return the size of a file that `GgufWriter` writes."""
+    return len(_header(_aligned(metadata), tensors)) + sum(each.padded_bytes for each in tensors)
+
+
+def _aligned(metadata: dict[str, bytes]) -> dict[str, bytes]:
+    return {**metadata, "general.alignment": encode_value(ALIGNMENT)}
 
 
 class GgufWriter:
@@ -143,7 +157,7 @@ class GgufWriter:
     ) -> None:
         self._file = AtomicFile(path, force)
         self._left = [each.nbytes for each in tensors]
-        self._header = _header({**metadata, "general.alignment": encode_value(ALIGNMENT)}, tensors)
+        self._header = _header(_aligned(metadata), tensors)
 
     def __enter__(self) -> GgufWriter:
         self._file.__enter__()

@@ -1,4 +1,4 @@
-"""Lists of numbers on the command line."""
+"""Lists of numbers, and sizes, on the command line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ..errors import RequestError
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", re.ASCII)
 _MAX_VALUES = 1000  # in one list
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMG]i?)?B", re.ASCII | re.IGNORECASE)
 
 
 def parse_numbers(flag: str, text: str) -> list[int]:
@@ -33,3 +34,19 @@ def parse_numbers(flag: str, text: str) -> list[int]:
     if len(values) > _MAX_VALUES:
         raise RequestError(f"{flag} {text!r} has more than {_MAX_VALUES} values")
     return values
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Return a number of bytes: ``1.1GB``, ``900 MB``, ``850MiB``, ``1000000B``.
+
+    RequestError: the size is invalid.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise RequestError(f"{flag} {text!r} must be a size in B, KB, MB, GB, KiB, MiB or GiB")
+    number, unit = float(match[1]), (match[2] or "").lower()
+    base = 1024 if unit.endswith("i") else 1000
+    found = int(number * base ** " kmg".index(unit[:1] or " "))
+    if not 0 < found < 1 << 60:
+        raise RequestError(f"{flag} {text!r} is not a possible size of a file")
+    return found

@@ -229,6 +229,16 @@ class ModelSource:
         raise RequestError("give a MODEL, or --random SHAPE")
 
 
+def target_size(model: str, size: str) -> int:
+    """Return the bytes of --target-size. RequestError: no mix of formats is that small."""
+    from ..quality.mix_search import check_target
+    from .number_lists import parse_size
+
+    found = parse_size("--target-size", size)
+    check_target(model, found)
+    return found
+
+
 def read_text_file(file: Path) -> str:
     """Return the text of a `TextFile`. RequestError: see `read_text`."""
     return read_text(None if str(file) == "-" else file)

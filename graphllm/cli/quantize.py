@@ -6,22 +6,21 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from ..errors import RequestError
 from ..progress import progress_line
 from ..terminal import note
 from .declarations import Argument, Option, verb
-from .options import Device, Threads, read_text_file
+from .options import Device, Threads, read_text_file, target_size
 from .output import show
 
-if TYPE_CHECKING:
-    from ..quantize.imatrix import ImportanceMatrix
+_KIND = "q4_k_m"  # default of --type
 
 
 @dataclass
-class Importance:
-    """Where the importance matrix comes from: a file, or a run of the model over a text."""
+class Calibration:
+    """The importance matrix: a file, or from a run of the model over a text; search for formats."""
 
     imatrix: Annotated[
         Path | None,
@@ -56,6 +55,16 @@ class Importance:
             show_default=False,
         ),
     ] = None
+    target: Annotated[
+        str | None,
+        Option(
+            "--target-size",
+            metavar="SIZE",
+            help="Instead of --type: search for the formats of least KL divergence on --calibrate, "
+            "in a file of at most this size, such as 1.1GB or 900MiB.",
+            show_default=False,
+        ),
+    ] = None
     device: Device = "auto"
 
     def check(self, model_output: Path, force: bool) -> None:
@@ -65,20 +74,24 @@ class Importance:
         if self.imatrix is not None and self.calibrate is not None:
             raise RequestError("give --imatrix FILE or --calibrate FILE, not both")
         if self.calibrate is None:
-            for flag, value in (("--chunks", self.chunks), ("--write-imatrix", self.write_imatrix)):
+            for flag, value in (
+                ("--chunks", self.chunks), ("--write-imatrix", self.write_imatrix),
+                ("--target-size", self.target),
+            ):  # fmt: skip
                 if value is not None:
                     raise RequestError(f"{flag} needs --calibrate FILE")
         for path in (model_output, self.write_imatrix):
             if path is not None:
                 check_output(path, force)
 
-    def get(self, model: str, threads: int, force: bool) -> Path | ImportanceMatrix | None:
-        """Return the importance matrix. It is written if --write-imatrix asks for it."""
+    def arguments(self, model: str, threads: int, force: bool) -> dict[str, Any]:
+        """Return arguments of `graphllm.quantize.quantize`, after a run of the model if needed."""
         if self.calibrate is None:
-            return self.imatrix
+            return {"imatrix": self.imatrix}
         from ..quality.calibration import calibrate
 
         text = read_text_file(self.calibrate)
+        target = None if self.target is None else target_size(model, self.target)
         options = {"device": self.device, "threads": threads}
         with progress_line("calibrating") as bar:
             found = calibrate(
@@ -87,7 +100,17 @@ class Importance:
             )  # fmt: skip
         if self.write_imatrix is not None:
             found.write(self.write_imatrix, str(self.calibrate), force)
-        return found
+        if target is None:
+            return {"imatrix": found}
+        from ..quality.mix_search import search_mix
+
+        with progress_line("measuring") as bar:
+            mix = search_mix(
+                model, text, found, target, options,
+                progress=lambda done, total, name: bar("measuring", done, total, name),
+            )  # fmt: skip
+        show(mix.summary())
+        return {"imatrix": found, "kind": mix.kind, "formats": mix.formats}
 
 
 @verb
@@ -101,15 +124,16 @@ def quantize(
         ),
     ],
     output: Annotated[Path, Argument(help="The .gguf file to write.", show_default=False)],
-    importance: Importance,
+    calibration: Calibration,
     kind: Annotated[
-        str,
+        str | None,
         Option(
             "--type",
-            help="Type of the file: f16, bf16, q8_0, q4_0, q4_k_m, iq4_xs, ...; an unknown type "
-            "lists all.",
+            help="Type of the file: f16, bf16, q8_0, q4_0, q4_k_m (the default), iq4_xs, ...; an "
+            "unknown type lists all.",
+            show_default=False,
         ),
-    ] = "q4_k_m",
+    ] = None,
     force: Annotated[bool, Option("--force", help="Overwrite existing files.")] = False,
     allow_requantize: Annotated[
         bool,
@@ -123,25 +147,30 @@ def quantize(
     """Quantise a model: write it as a GGUF file of another type.
 
     With --calibrate, the model is first run on a text, to find out which
-    columns of each matrix matter most.
+    columns of each matrix matter most. With --target-size, it is loaded once
+    for each matrix, to find out which ones need more bits.
 
     graphllm quantize ~/models/Qwen3-0.6B qwen3-q4_k_m.gguf --type q4_k_m
 
     graphllm quantize f16.gguf q3_k_m.gguf --type q3_k_m --calibrate book.txt
+
+    graphllm quantize f16.gguf small.gguf --target-size 1.1GB --calibrate book.txt
 
     graphllm quantize f16.gguf iq4_xs.gguf --type iq4_xs --imatrix imatrix.gguf
     """
     from ..quantize import quantize as run
     from ..quantize.mixes import file_type
 
-    file_type(kind)  # an unknown type is reported before the model runs
-    importance.check(output, force)
-    imatrix = importance.get(model, threads, force)
+    if kind is not None and calibration.target is not None:
+        raise RequestError("give --type or --target-size, not both")
+    file_type(kind or _KIND)  # an unknown type is reported before the model runs
+    calibration.check(output, force)
+    arguments = {"kind": kind or _KIND} | calibration.arguments(model, threads, force)
     bar = progress_line("quantising") if sys.stderr.isatty() else nullcontext()
     with bar as progress:
         done = run(
-            model, output, kind, imatrix=imatrix, force=force, allow_requantize=allow_requantize,
-            threads=threads, progress=progress,
+            model, output, force=force, allow_requantize=allow_requantize, threads=threads,
+            progress=progress, **arguments,
         )  # fmt: skip
     for line in done.notes:
         note(f"note: {line}")

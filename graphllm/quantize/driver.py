@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def quantize(
     output: str | Path,
     kind: str,
     *,
+    formats: Mapping[str, str] | None = None,
     imatrix: str | Path | ImportanceMatrix | None = None,
     force: bool = False,
     allow_requantize: bool = False,
@@ -74,6 +76,7 @@ def quantize(
         model: A GGUF file (the first part of a split one), a Hugging Face directory, or ``demo``.
         output: The file to write. It gets this name only when it is complete.
         kind: A type of `mixes.FILE_TYPES`.
+        formats: Formats by tensors, which come before the rules of the type.
         imatrix: llama.cpp's importance matrix, or its file.
         force: Whether to replace an existing file.
         allow_requantize: Whether tensors in a block format may be converted to another one.
@@ -90,12 +93,8 @@ def quantize(
     source = open_source(model)
     try:
         importance = _importance(imatrix)
-        plan = Plan(source, wanted, importance, allow_requantize)
-        metadata = {
-            **source.metadata,
-            "general.quantization_version": encode_value(_QUANTISATION_VERSION),
-            "general.file_type": encode_value(wanted.number),
-        }
+        plan = Plan(source, wanted, importance, allow_requantize, formats or {})
+        metadata = file_metadata(source, wanted.number)
         total = sum(t.nbytes for t in source.tensors)
         with (
             Encoder(threads) as encoder,
@@ -109,13 +108,25 @@ def quantize(
                     if progress is not None:
                         progress("quantising", done, total, _rate(done, total, start))
                 source.release(stored.name)
-        formats: dict[str, int] = {}
-        for each in plan.tensors:
-            formats[each.dtype.name] = formats.get(each.dtype.name, 0) + 1
+        counts = Counter(each.dtype.name for each in plan.tensors)
         size, seconds = path.stat().st_size, time.perf_counter() - start
-        return Report(path, total, size, seconds, formats, [*source.notes, *plan.notes])
+        return Report(path, total, size, seconds, counts, [*source.notes, *plan.notes])
     finally:
         source.close()
+
+
+def file_metadata(source: Source, file_type: int) -> dict[str, bytes]:
+    """Return the metadata of a quantised file; ``file_type``: number of its type."""
+    return {
+        **source.metadata,
+        "general.quantization_version": encode_value(_QUANTISATION_VERSION),
+        "general.file_type": encode_value(file_type),
+    }
+
+
+def expert_count(entry: TensorEntry) -> int:
+    """Return the number of matrices that a tensor consists of."""
+    return entry.shape[0] if len(entry.shape) == 3 else 1
 
 
 def _importance(imatrix: str | Path | ImportanceMatrix | None) -> dict[str, Array]:
@@ -147,6 +158,7 @@ class Plan:
         kind: FileType,
         importance: dict[str, Array],
         allow_requantize: bool,
+        formats: Mapping[str, str],
     ) -> None:
         self._source, self._importance = source, importance
         self._wider: dict[str, list[str]] = {}  # why -> matrices
@@ -155,7 +167,8 @@ class Plan:
         for stored in source.tensors:
             dtype = stored.dtype
             if is_quantised(stored.name, stored.shape):
-                name = mixed_format(kind, stored.name, stored.shape, model)
+                name = formats.get(stored.name)
+                name = name or mixed_format(kind, stored.name, stored.shape, model)
                 dtype = self._fitting(stored, name)
                 self._check(stored, dtype, allow_requantize)
             self.tensors.append(TensorEntry(stored.name, stored.shape, dtype))
@@ -193,7 +206,7 @@ class Plan:
             found = self._importance.get(each.name)
             if found is None:
                 missing.append(each.name)
-            elif found.size != self._experts(each) * each.shape[-1]:
+            elif found.size != expert_count(each) * each.shape[-1]:
                 raise ModelFileError(
                     f"importance matrix: entry {quote(each.name)} has {found.size} values for a "
                     f"tensor of shape {list(each.shape)}"
@@ -207,10 +220,6 @@ class Plan:
         every = (t for t in self.tensors if is_quantised(t.name, t.shape))
         return [t for t in every if t.dtype.name not in EXPONENT]
 
-    @staticmethod
-    def _experts(entry: TensorEntry) -> int:
-        return entry.shape[0] if len(entry.shape) == 3 else 1
-
     def encoded(self, stored: TensorEntry, entry: TensorEntry, encoder: Encoder) -> Iterator[Array]:
         """Yield the bytes of a tensor of the file, in parts."""
         raw = self._source.raw(stored.name)
@@ -219,7 +228,7 @@ class Plan:
             _check_stored(stored, values)
             yield raw
             return
-        experts = self._experts(entry)
+        experts = expert_count(entry)
         found = self._importance.get(entry.name)
         rows = math.prod(stored.shape[:-1]) // experts
         for expert in range(experts):

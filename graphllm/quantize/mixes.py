@@ -45,6 +45,9 @@ _MIXES = (
 FILE_TYPES = {each.name: each for each in _MIXES}
 _OTHER_NAMES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m", "mxfp4": "mxfp4_moe"}
 ALL_TYPES = (*FILE_TYPES, *_OTHER_NAMES)
+# The format in which the search for a mix measures each matrix. It divides most rows, and its
+# errors are large enough to be measured on one chunk of text, and too small to break a model.
+MEASURED = "q4_0"
 
 
 def file_type(name: str) -> FileType:
@@ -223,6 +226,15 @@ def _attention_output(kind: FileType, name: str, model: Model) -> str:
         return "q5_k" if kind.name in few else kind.format
     chosen = {"q2_k": "q3_k", "q3_k_m": "q4_k", "q3_k_l": "q5_k"}
     return chosen.get(kind.name, kind.format)
+
+
+def ladder(columns: int) -> list[DType]:
+    """Return the block formats of files whose blocks divide rows of ``columns`` elements.
+
+    mxfp4 is left out: it is the format of weights that were trained in it.
+    """
+    names = dict.fromkeys(each.format for each in _MIXES if each.mixed and each.format != "mxfp4")
+    return [WEIGHT_FORMATS[n] for n in names if columns % WEIGHT_FORMATS[n].block == 0]
 
 
 def fitting_format(name: str, columns: int) -> DType:
