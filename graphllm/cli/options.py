@@ -51,8 +51,8 @@ KvType = Annotated[
     str | None,
     Option(
         "--kv-type",
-        help="Type of the KV cache: f32, f16 or q8_0; f16 by default, f32 on the reference "
-        "backend.",
+        help="Type of the KV cache: f32, f16, q8_0 or q4_0 (not on GPUs); f16 by default, f32 on "
+        "the reference backend.",
     ),
 ]
 ModelDef = Annotated[

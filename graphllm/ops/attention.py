@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..formats.legacy import Q8_0
+from ..formats.legacy import Q4_0, Q8_0
 from ..formats.quantization import Blocks
 from ..graph.dtype import CACHED, F16, F32, I32, DType
 from ..graph.op import (
@@ -254,6 +254,8 @@ def _made(
             *grid(_made, batch=[_LONG], feature=(({}, ()), *_FEATURES), kind=_KINDS),
             *grid(_made, batch=[_FEW], feature=_LONG_FEATURES, kind=_KINDS),
             *grid(_made, batch=_BATCHES, shape=_BLOCK_SHAPES, kind=(Q8_0,)),
+            *grid(_made, batch=_BATCHES[-3:], shape=_BLOCK_SHAPES, kind=(Q4_0,)),
+            *grid(_made, batch=[_FEW], feature=_LONG_FEATURES, kind=(Q4_0,)),
             *grid(_made, batch=_BATCHES, shape=_MLA, kind=_KINDS, values=["leading"]),
             *grid(
                 _made,
@@ -284,8 +286,8 @@ def attention(
 ) -> np.ndarray:  # fmt: skip
     """Softmax attention of packed queries over paged keys and values, with grouped heads.
 
-    q [T, H, D] f32; k [slots, Hkv, D], v [slots, Hkv, Dv] f32, f16 or q8_0 (H a multiple of Hkv;
-    head h reads kv head h // (H / Hkv)); q_start [S + 1], kv_len [S], table [S, B] i32 ->
+    q [T, H, D] f32; k [slots, Hkv, D], v [slots, Hkv, Dv] f32, f16, q8_0 or q4_0 (H a multiple of
+    Hkv; head h reads kv head h // (H / Hkv)); q_start [S + 1], kv_len [S], table [S, B] i32 ->
     [T, H, Dv] f32. With one kv head, v may be a view of the first Dv columns of k's pool.
 
     Sequence s owns the queries q_start[s]..q_start[s+1], the last of its kv_len[s] tokens. Its key

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..formats.activations import ACT_TINY
-from ..formats.legacy import Q8_0
+from ..formats.legacy import Q4_0, Q8_0
 from ..formats.quantization import Blocks, quantise
 from ..graph.dtype import CACHED, F16, F32, I32, DType
 from ..graph.op import (
@@ -87,7 +87,7 @@ def _write_sample(
                 _write_sample,
                 rows=(0, 1, 7),
                 inner=((1, 32), (2, 96)),
-                kind=(Q8_0,),
+                kind=(Q8_0, Q4_0),
                 layout=("contiguous", "strided"),
                 values=(None, _extremes),
             ),
@@ -97,10 +97,10 @@ def _write_sample(
 def kv_write(pool: Any, x: np.ndarray, slot: np.ndarray) -> None:
     """Store rows in the pool: pool[slot[t]] = x[t], rounded to the pool's dtype.
 
-    pool [slots, H, D] f32, f16 or q8_0 (written in place, and the result), x [T, H, D] f32, slot
-    [T] i32. A negative slot writes nothing; the other slots of one call are distinct. q8_0 (D in
-    whole blocks) is quantised as by `quantise`, except that a block with all values below 2**-100
-    becomes zero, and a block with NaN or infinity gets a NaN scale.
+    pool [slots, H, D] f32, f16, q8_0 or q4_0 (written in place, and the result), x [T, H, D] f32,
+    slot [T] i32. A negative slot writes nothing; the other slots of one call are distinct. q8_0 and
+    q4_0 (D in whole blocks) are quantised as by `quantise`, except that a block with all values
+    below 2**-100 becomes zero, and a block with NaN or infinity gets a NaN scale.
     """
     keep = slot >= 0
     if isinstance(pool, Blocks):
@@ -184,9 +184,10 @@ def _copy_sample(rows: int, inner: Shape, kind: DType, block: int) -> Sample:
 def copy_blocks(pool: Any, source: np.ndarray, target: np.ndarray, *, block: int) -> None:
     """Copy blocks of a KV pool: block target[m] becomes equal to block source[m].
 
-    pool [slots, H, D] f32, f16 or q8_0 (written in place, and the result), in blocks of ``block``
-    slots; source and target [M] i32. A negative source or target copies nothing. The targets of one
-    call are distinct, and none of them is a source, so the order of the copies does not matter.
+    pool [slots, H, D] of any dtype of a KV cache (written in place, and the result), in blocks of
+    ``block`` slots; source and target [M] i32. A negative source or target copies nothing. The
+    targets of one call are distinct, and none of them is a source, so the order of the copies does
+    not matter.
     """
     rows = pool.raw if isinstance(pool, Blocks) else pool
     keep = (source >= 0) & (target >= 0)

@@ -270,7 +270,10 @@ def test_prompt_from_file_and_standard_input(model, tmp_path):
         (["run", "MODEL", "-p", "x", "-c", "0"], "context = 0 must be at least 1"),
         (["run", "MODEL", "-p", "x", "-t", "-2"], "threads = -2 must be at least 0"),
         (["run", "MODEL", "-p", "x", "--device", "abacus"], "unknown backend 'abacus'"),
-        (["run", "MODEL", "-p", "x", "--kv-type", "q3"], "kv_type = 'q3' must be f32, f16 or q8_0"),
+        (
+            ["run", "MODEL", "-p", "x", "--kv-type", "q3"],
+            "kv_type = 'q3' must be f32, f16, q8_0 or q4_0",
+        ),
         (["run", "MODEL", "-p", "x", "--place", "abc"], "must be PATTERN=BACKEND"),
         (["run", "MODEL", "-p", "x", "--place", "a.*=cpu"], "no node of the model matches 'a.*'"),
         (["run", "MODEL", "-p", "x", "--place", "*=gpu"], "no such usable backend; usable: cpu"),

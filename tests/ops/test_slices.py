@@ -11,7 +11,7 @@ from paper_cuda import paper_fixture  # noqa: F401
 
 from graphllm import ops
 from graphllm.backends import Options
-from graphllm.graph.dtype import CACHED
+from graphllm.graph.dtype import GPU_CACHED
 from graphllm.graph.tensor import Tensor, Var, feed, state, weight
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
@@ -76,7 +76,7 @@ def _plans_for_a_gpu(paper):
 
 
 @BACKENDS
-@pytest.mark.parametrize("kind", CACHED)
+@pytest.mark.parametrize("kind", GPU_CACHED)
 def test_values_that_are_columns_of_the_keys_are_not_copied(backend, kind):
     y = mla(kind)
     assert ops_of(backend, y) == ["rope", "concat", "kv_write", "attention"]
@@ -85,7 +85,7 @@ def test_values_that_are_columns_of_the_keys_are_not_copied(backend, kind):
 
 
 @BACKENDS
-@pytest.mark.parametrize("kind", CACHED)
+@pytest.mark.parametrize("kind", GPU_CACHED)
 def test_parts_of_a_joint_row_are_not_copied(backend, kind):
     one_by_one = ops_of(backend, fused("split", True, kind), without=("all",))
     assert sorted(set(one_by_one)) == ["attention", "kv_write", "rms_norm", "rope"]
@@ -130,7 +130,7 @@ CASES: dict[str, Callable[[str], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", CACHED)
+@pytest.mark.parametrize("kind", GPU_CACHED)
 @pytest.mark.parametrize("case", CASES)
 def test_slices_match_the_reference(case, kind):
     """And a prompt in chunks gives bit-identical results."""

@@ -64,6 +64,14 @@ def _load_q8_0(e: Emitter, address: Value) -> list[Value]:
     return found
 
 
+def _load_q4_0(e: Emitter, address: Value) -> list[Value]:
+    """A block is d:f16 and 16 bytes, whose low halves are elements 0 to 15. Products are exact."""
+    scale = e.b.fpext(e.splat(e.load(address, F16)), F32S)
+    q = e.b.zext(e.load(address, ir.VectorType(I8, LANES), 2), I32S)
+    halves = e.mask(q, 15), e.shr(q, 4)
+    return [e.mul(e.to_f32(e.b.sub(half, e.i32(8))), scale) for half in halves]
+
+
 @dataclass(frozen=True)
 class ElementReader:
     """How elements of a KV pool are converted to float32.
@@ -105,6 +113,7 @@ READERS = {
     "f32": ElementReader(LANES, 4 * LANES, _load_f32, F32),
     "f16": ElementReader(2 * LANES, 4 * LANES, _load_f16, F16),
     "q8_0": ElementReader(DTYPES["q8_0"].block, DTYPES["q8_0"].nbytes, _load_q8_0),
+    "q4_0": ElementReader(DTYPES["q4_0"].block, DTYPES["q4_0"].nbytes, _load_q4_0),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from ..simd.emitter import F16, F32, F32S, I8, I32, I32S, LANES, Emitter, Value
 from .attention_vectors import tuple_intrinsic
 from .elementwise import thread_range
 
-_Q8 = DTYPES["q8_0"]
+_Q8, _Q4 = DTYPES["q8_0"], DTYPES["q4_0"]  # blocks of two vectors
 _TINY_BITS, _INF_BITS = 0x0D800000, 0x7F800000  # bits of 2**-100 and of infinity
 
 
@@ -28,35 +29,89 @@ def _to_f16(e: Emitter, source: Value, target: Value) -> None:
     e.store(e.b.fptrunc(e.load_f32(source), ir.VectorType(F16, LANES)), target)
 
 
-def _to_q8_0(e: Emitter, source: Value, target: Value) -> None:
-    """Encode a block exactly as the op's NumPy body: d = amax / 127, q = x / d, ties away from 0.
+class _Block:
+    """A block of float32 to quantise: its vectors, magnitudes, and whether its scale is a number.
 
-    A block with NaN or infinity gets the scale NaN; a block whose largest magnitude is below
-    2**-100 becomes zero.
+    A block with NaN or infinity is not ``finite``; one whose largest magnitude is below 2**-100
+    becomes zero and is not ``live`` either.
     """
-    b, half = e.b, _Q8.block // LANES
-    values = [e.load_f32(source, 4 * LANES * i) for i in range(half)]
-    sizes = [e.mask(b.bitcast(x, I32S), 0x7FFFFFFF) for x in values]
-    largest = e.reduce("umax", b.select(b.icmp_unsigned(">", *sizes), *sizes))
-    finite = b.icmp_unsigned("<", largest, ir.Constant(I32, _INF_BITS))
-    live = b.and_(finite, b.icmp_unsigned(">=", largest, ir.Constant(I32, _TINY_BITS)))
-    one = ir.Constant(F32, 1.0)
-    d = e.divide_positive(b.select(live, b.bitcast(largest, F32), one), ir.Constant(F32, 127.0))
-    inverse = e.splat(e.divide_positive(one, d))
-    scale = b.select(finite, ir.Constant(F32, 0.0), ir.Constant(F32, float("nan")))
-    e.store(b.fptrunc(b.select(live, d, scale), F16), target)
-    keep = e.splat(b.sext(live, I32))
-    for i, x in enumerate(values):
-        x = e.mul(b.bitcast(b.and_(b.bitcast(x, I32S), keep), F32S), inverse)
+
+    def __init__(self, e: Emitter, source: Value) -> None:
+        b = e.b
+        self.e, self.values = e, [e.load_f32(source, 4 * LANES * i) for i in range(2)]
+        self.sizes = [e.mask(b.bitcast(x, I32S), 0x7FFFFFFF) for x in self.values]
+        self.largest = e.reduce("umax", b.select(b.icmp_unsigned(">", *self.sizes), *self.sizes))
+        self.finite = b.icmp_unsigned("<", self.largest, ir.Constant(I32, _INF_BITS))
+        tiny = ir.Constant(I32, _TINY_BITS)
+        self.live = b.and_(self.finite, b.icmp_unsigned(">=", self.largest, tiny))
+
+    def magnitude(self) -> Value:
+        """Return the largest magnitude as float32, 1 if the block is not live."""
+        b = self.e.b
+        return b.select(self.live, b.bitcast(self.largest, F32), ir.Constant(F32, 1.0))
+
+    def negative(self) -> Value:
+        """Return whether the first value of largest magnitude is negative."""
+        e, b = self.e, self.e.b
+        largest, zero = e.splat(self.largest), ir.Constant(I32S, None)
+        first = b.cttz(
+            self._bits(b.icmp_unsigned("==", x, largest) for x in self.sizes),
+            ir.Constant(ir.IntType(1), 0),
+        )
+        signs = self._bits(b.icmp_signed("<", b.bitcast(x, I32S), zero) for x in self.values)
+        return b.trunc(b.lshr(signs, first), ir.IntType(1))
+
+    def _bits(self, masks: Iterable[Value]) -> Value:
+        """Return the 32 lanes of two masks as the bits of an integer."""
+        b = self.e.b
+        low, high = (b.zext(b.bitcast(mask, ir.IntType(LANES)), I32) for mask in masks)
+        return b.or_(low, b.shl(high, ir.Constant(I32, LANES)))
+
+    def store_scale(self, d: Value, zero: float, target: Value) -> None:
+        """Store the scale ``d`` as float16; ``zero`` or NaN for a block that is not live."""
+        b = self.e.b
+        other = b.select(self.finite, ir.Constant(F32, zero), ir.Constant(F32, float("nan")))
+        self.e.store(b.fptrunc(b.select(self.live, d, other), F16), target)
+
+    def scaled(self, inverse: Value) -> list[Value]:
+        """Return the vectors times a number; zeros if the block is not live."""
+        e, b = self.e, self.e.b
+        keep, factor = e.splat(b.sext(self.live, I32)), e.splat(inverse)
+        kept = (b.bitcast(b.and_(b.bitcast(x, I32S), keep), F32S) for x in self.values)
+        return [e.mul(x, factor) for x in kept]
+
+
+def _to_q8_0(e: Emitter, source: Value, target: Value) -> None:
+    """Encode a block exactly as the op's NumPy body: d = amax / 127, q = x / d, rounded."""
+    b, block = e.b, _Block(e, source)
+    d = e.divide_positive(block.magnitude(), ir.Constant(F32, 127.0))
+    block.store_scale(d, 0.0, target)
+    for i, x in enumerate(block.scaled(e.divide_positive(ir.Constant(F32, 1.0), d))):
         sign = e.mask(b.bitcast(x, I32S), 0x80000000)
         nearest = b.fptosi(e.add(x, b.bitcast(e.bits(sign, 0x3F000000), F32S)), I32S)
         e.store(b.trunc(nearest, ir.VectorType(I8, LANES)), target, 2 + LANES * i)
+
+
+def _to_q4_0(e: Emitter, source: Value, target: Value) -> None:
+    """Encode a block exactly as the op's NumPy body: the value m of largest magnitude becomes -8;
+    d = m / -8, q = x / d + 8, rounded."""
+    b, block = e.b, _Block(e, source)
+    size = b.fmul(block.magnitude(), ir.Constant(F32, 0.125))
+    inverse, negative = e.divide_positive(ir.Constant(F32, 1.0), size), block.negative()
+    d, inverse = (b.select(negative, x, b.fneg(x)) for x in (size, inverse))
+    block.store_scale(d, -0.0, target)
+    middle = e.splat(ir.Constant(F32, 8.5))
+    steps = [b.fptosi(e.add(x, middle), I32S) for x in block.scaled(inverse)]
+    low, high = (b.select(b.icmp_signed(">", q, e.i32(15)), e.i32(15), q) for q in steps)
+    both = b.or_(low, e.shl(high, 4))
+    e.store(b.trunc(both, ir.VectorType(I8, LANES)), target, 2)
 
 
 _CONVERSIONS = {  # elements of a unit, its bytes, and the function that emits its conversion
     "f32": (LANES, 4 * LANES, _to_f32),
     "f16": (LANES, 2 * LANES, _to_f16),
     "q8_0": (_Q8.block, _Q8.nbytes, _to_q8_0),
+    "q4_0": (_Q4.block, _Q4.nbytes, _to_q4_0),
 }
 
 

@@ -13,7 +13,7 @@ The keys of a query are divided into splits, whose results attention_merge.cu me
 from __future__ import annotations
 
 from ....backends.alignment import aligned
-from ....graph.dtype import CACHED
+from ....graph.dtype import GPU_CACHED
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
@@ -183,11 +183,11 @@ def _argument(
 
 
 def _decode_module(kind: str, depth: int, biased: bool) -> Module:
-    return module("attention_decode", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
+    return module("attention_decode", POOL=GPU_CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
 
 
 def _tiled_module(kind: str, depth: int, biased: bool) -> Module:
-    return module("attention_tiled", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
+    return module("attention_tiled", POOL=GPU_CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
 
 
 def _merge_module(width: int, rows: int) -> Module:
@@ -201,7 +201,7 @@ def _split_module(kind: str, depth: int, width: int, together: int, biased: bool
 
 
 def _generic_module(k: str, v: str) -> Module:
-    return module("attention_generic", K_POOL=CACHED.index(k), V_POOL=CACHED.index(v))
+    return module("attention_generic", K_POOL=GPU_CACHED.index(k), V_POOL=GPU_CACHED.index(v))
 
 
 def _merge(ctx: KernelContext, arg: bytes, rows: int, result: bytes, step: int) -> Launch:
@@ -331,7 +331,7 @@ def attention_quantise(ctx: KernelContext) -> list[Launch]:
 
 def _all_instances() -> None:
     """Register the modules that common models use, so that tests compile them."""
-    for kind in CACHED:
+    for kind in GPU_CACHED:
         for depth in _TENSOR_DEPTHS:
             for rows in (1, _FEW_TOKENS + 1):
                 _merge_module(depth, rows)
@@ -344,7 +344,7 @@ def _all_instances() -> None:
                     _tiled_module(kind, depth, biased)
         for together in (2, 4):
             _split_module(kind, *_MLA_SIZES, together, False)
-        for other in CACHED:
+        for other in GPU_CACHED:
             _generic_module(kind, other)
     for rows in (1, _FEW_TOKENS + 1):
         _merge_module(_MLA_SIZES[1], rows)

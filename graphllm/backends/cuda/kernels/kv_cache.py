@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....graph.dtype import CACHED
+from ....graph.dtype import GPU_CACHED
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
@@ -27,11 +27,11 @@ _WHOLE = (64, 128, 256)  # head dimensions of these kernels
 
 def _pool(pool: OperandRef, slot: OperandRef) -> bytes:
     """A pool and the slot of each token."""
-    kind = CACHED.index(pool.dtype.name)
+    kind = GPU_CACHED.index(pool.dtype.name)
     return _POOL.pack(at=pool.address, stride=pool.row_stride, slot=slot.address, kind=kind)
 
 
-@BACKEND.kernel("kv_write", layout={"x": ROWS}, dtypes={"pool": CACHED, "x": "f32"})
+@BACKEND.kernel("kv_write", layout={"x": ROWS}, dtypes={"pool": GPU_CACHED, "x": "f32"})
 def kv_write(ctx: KernelContext) -> Launch:
     x = ctx.x
     args = (
@@ -44,7 +44,7 @@ def kv_write(ctx: KernelContext) -> Launch:
     return Launch(_MODULE["kv_write"], rows_grid(ctx, x, _THREADS), (_THREADS,), args)
 
 
-@BACKEND.kernel("copy_blocks", dtypes={"pool": CACHED})
+@BACKEND.kernel("copy_blocks", dtypes={"pool": GPU_CACHED})
 def copy_blocks(ctx: KernelContext) -> Launch:
     pool, source = ctx.pool, ctx.source
     nbytes = ctx.attrs["block"] * pool.row_stride
@@ -74,7 +74,7 @@ def _rotates_whole_heads(ctx: KernelContext) -> bool:
 @BACKEND.kernel(
     "rope_write",
     layout=dict.fromkeys(("q", "k", "v"), ROWS),
-    dtypes={"k_pool": CACHED, "v_pool": CACHED},
+    dtypes={"k_pool": GPU_CACHED, "v_pool": GPU_CACHED},
     when=_one_width,
 )
 def rope_write(ctx: KernelContext) -> Launch:
