@@ -77,9 +77,12 @@ class Calibration:
             for flag, value in (
                 ("--chunks", self.chunks), ("--write-imatrix", self.write_imatrix),
                 ("--target-size", self.target),
+                ("--device", None if self.device == "auto" else self.device),
             ):  # fmt: skip
                 if value is not None:
                     raise RequestError(f"{flag} needs --calibrate FILE")
+        if self.write_imatrix == model_output:
+            raise RequestError(f"--write-imatrix {model_output}: is the model to write")
         for path in (model_output, self.write_imatrix):
             if path is not None:
                 check_output(path, force)

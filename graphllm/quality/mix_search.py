@@ -163,8 +163,10 @@ def find_mix(
         matrices = [t for t in source.tensors if is_quantised(t.name, t.shape)]
         choices = {
             each.name: _choices(source, each, *measured[each.name], importance.get(each.name))
-            for each in matrices if each.name in measured
+            for each in matrices if each.name in measured and ladder(each.shape[-1])
         }  # fmt: skip
+        if not choices:
+            raise RequestError("no measured matrix can be stored in a block format")
         formats = {each.name: each.dtype.name for each in matrices}
         smallest = {name: min(every, key=_bytes) for name, every in choices.items()}
         fixed = _size(source, _named(smallest)) - sum(map(_bytes, smallest.values()))
@@ -191,6 +193,10 @@ def _bytes(choice: Choice) -> int:
     return choice.nbytes
 
 
+def _total(taken: Mapping[str, Choice]) -> float:
+    return math.fsum(choice.kld for choice in taken.values())
+
+
 def _named(taken: Mapping[str, Choice]) -> dict[str, str]:
     return {name: choice.dtype.name for name, choice in taken.items()}
 
@@ -209,7 +215,7 @@ def _measured(source: Source, found: Attribution) -> dict[str, tuple[DType, floa
 def _choices(
     source: Source, entry: TensorEntry, kind: DType, kld: float, importance: Array | None
 ) -> list[Choice]:
-    """Return the block formats of a tensor, or the stored one if none divides its rows.
+    """Return the block formats of a tensor with what each is expected to cost.
 
     ``kld``: measured divergence in the format ``kind``, as it is encoded on load.
     """
@@ -281,10 +287,6 @@ def _best(choices: Mapping[str, list[Choice]], budget: int) -> dict[str, Choice]
     found = (_spend({**hulls, largest: [choice]}, budget) for choice in choices[largest])
     tried = [taken for taken in found if taken]
     return min(tried, key=_total, default={})
-
-
-def _total(taken: Mapping[str, Choice]) -> float:
-    return math.fsum(choice.kld for choice in taken.values())
 
 
 def _spend(hulls: Mapping[str, list[Choice]], budget: int) -> dict[str, Choice]:

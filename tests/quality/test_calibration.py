@@ -129,6 +129,8 @@ def test_the_verb(tmp_path):
         ((*given, "--imatrix", imatrix, "--force"), "--imatrix FILE or --calibrate FILE, not both"),
         (("--chunks", "2", "--force"), "--chunks needs --calibrate FILE"),
         (("--write-imatrix", "a", "--force"), "--write-imatrix needs --calibrate FILE"),
+        (("--device", "cpu", "--force"), "--device needs --calibrate FILE"),
+        ((*given, "--write-imatrix", out), f"--write-imatrix {out}: is the model to write"),
         ((*given[:2], "--calibrate", "no.txt", "--force"), "no.txt: No such file"),
     ):
         done = call(*words)
