@@ -88,9 +88,9 @@ def serve(
 def _load(
     model: str, options: LoadOptions, chat_template: str | None, parallel: int
 ) -> LLM | EmbeddingModel:
-    from ..api.loader import is_encoder
+    from ..api.loader import encoder_config
 
-    if is_encoder(model) and options.model_def is None:
+    if options.model_def is None and encoder_config(model) is not None:
         return _load_encoder(model, options, chat_template, parallel)
     llm = options.load(model, chat_template=chat_template, max_sequences=parallel)
     # `llm.tokenizer` raises if there is none.
@@ -104,14 +104,22 @@ def _load(
 def _load_encoder(
     model: str, options: LoadOptions, chat_template: str | None, parallel: int
 ) -> EmbeddingModel:
-    """Load an encoder. RequestError: an option is given that only decoders have."""
+    """Load an encoder.
+
+    Raises:
+        RequestError: an option is given that only decoders have, or the model has a head.
+    """
     from ..api import load
+    from ..embedding import EmbeddingModel
 
     given = {**options.arguments(), "chat_template": chat_template, "max_sequences": parallel}
     defaults = {**LoadOptions().arguments(), "chat_template": None, "max_sequences": PARALLEL}
     changed = {name: value for name, value in given.items() if value != defaults.get(name)}
     with progress_line() as show:
         loaded = load(model, progress=show, **changed)
+    if not isinstance(loaded, EmbeddingModel):
+        kind = type(loaded).__name__
+        raise RequestError(f"{model} is a {kind}: of encoders, serve supports embeddings only")
     for line in loaded.misses():
         note(f"note: {line}")
     return loaded
