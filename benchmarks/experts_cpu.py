@@ -21,9 +21,9 @@ from linear_cpu import InterleavedRuns
 from graphllm import ops
 from graphllm.backends import Bound, Header, Operand, Options, find
 from graphllm.backends.cpu.formats import FORMATS
-from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime.cores import thread_count
 from graphllm.backends.cpu.runtime.device import CpuDevice
+from graphllm.backends.cpu.runtime.host_memory import allocate
 from graphllm.backends.cpu.runtime.isa import isa
 from graphllm.backends.cpu.runtime.roofline_probes import Run, read_probe
 from graphllm.formats.quantization import quantise

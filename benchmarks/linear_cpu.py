@@ -20,9 +20,9 @@ from numba.extending import intrinsic
 from graphllm import ops
 from graphllm.backends import Bound, Header, Operand, Options, TimestampLog, find
 from graphllm.backends.cpu.formats import FORMATS
-from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime.cores import thread_count
 from graphllm.backends.cpu.runtime.device import CompiledProgram, CpuDevice, Launch
+from graphllm.backends.cpu.runtime.host_memory import allocate
 from graphllm.backends.cpu.runtime.isa import isa
 from graphllm.backends.cpu.runtime.jit import args, kernel
 from graphllm.backends.cpu.runtime.roofline_probes import Run, read_probe

@@ -22,9 +22,9 @@ import numpy as np
 
 from graphllm.backends import TimestampLog
 from graphllm.backends.cpu.formats import FORMATS
-from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime import probe_kernels
 from graphllm.backends.cpu.runtime.argument_block import argument_reader
+from graphllm.backends.cpu.runtime.host_memory import allocate
 from graphllm.backends.cpu.runtime.isa import isa
 from graphllm.backends.cpu.runtime.jit import i64s, kernel
 from graphllm.backends.cpu.runtime.roofline_probes import probe_program

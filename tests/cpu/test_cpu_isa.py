@@ -28,6 +28,7 @@ from rotation import rotated
 from graphllm.backends import Options, find
 from graphllm.backends.cpu.formats import BLOCK_FORMATS, FORMATS
 from graphllm.backends.cpu.formats.encoder import BlockEncoder
+from graphllm.backends.cpu.formats.stored_rows import StoredRows
 from graphllm.backends.cpu.kernels import (
     linear_float,
     linear_integer,
@@ -193,12 +194,12 @@ def test_microkernels_compile_for_arm(name, cpu):
     form = FORMATS[name]
     in_place = int(form.in_place_tokens(ARM) > 0)
 
-    def pack(e, name, *values):
-        FORMATS[name].pack(e, *values)
+    def pack(e, name, source, stride, rows, target):
+        FORMATS[name].pack(StoredRows(e, source, stride, rows), target)
 
     codes = [
         assembly("unpack_float", linear_float.unpack, 3, form.code, cpu=cpu),
-        assembly("pack_block", pack, 3, name, cpu=cpu),
+        assembly("pack_block", pack, 4, name, cpu=cpu),
     ]
     if form.block == 1:
         codes.append(assembly("fused_float", linear_float.fused, 4, form.code, cpu=cpu))

@@ -19,8 +19,8 @@ from probe_kernel_cases import (
 from graphllm.backends import TimestampLog
 from graphllm.backends.cpu.formats import FORMATS
 from graphllm.backends.cpu.kernels import linear_float, linear_integer
-from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime import probe_kernels, roofline_probes
+from graphllm.backends.cpu.runtime.host_memory import allocate
 from graphllm.backends.cpu.runtime.isa import ISA
 from graphllm.backends.cpu.runtime.roofline_probes import Run
 from graphllm.backends.cpu.simd.emitter import Emitter

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import platform
 import sys
-from typing import Any
 
 TRIPLE = "aarch64-unknown-linux-gnu"
 
@@ -25,23 +24,11 @@ def target_arm() -> None:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     llvm.get_process_triple = llvm.get_default_triple = lambda: TRIPLE
-    from graphllm.backends.cpu.kernels import weight_packing
     from graphllm.backends.cpu.runtime import jit, kernel_cache
     from graphllm.backends.cpu.runtime.thread_pool import ThreadPool
 
     jit.load_machine_code = kernel_cache.load_machine_code = lambda code, symbol: (1, [])
     ThreadPool.run = lambda *args, **keywords: None  # type: ignore[method-assign]
-    weight_packing.ctypes = _NoCalls  # type: ignore[assignment]
-
-
-class _NoCalls:
-    """In place of `ctypes`: functions that do nothing."""
-
-    c_int64 = None
-
-    @staticmethod
-    def CFUNCTYPE(*kinds: Any) -> Any:
-        return lambda address: lambda *args: None
 
 
 def share_cache() -> None:

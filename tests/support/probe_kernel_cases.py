@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime import probe_kernels
 from graphllm.backends.cpu.runtime.device import CompiledProgram, Launch
+from graphllm.backends.cpu.runtime.host_memory import allocate
 from graphllm.backends.cpu.runtime.isa import isa
 from graphllm.backends.cpu.runtime.jit import Kernel
 from graphllm.backends.cpu.runtime.step_interpreter import BARRIER

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, reduce
 from typing import Any, NamedTuple
 
-from ..runtime.lazy_numba import ir
-from ..simd.emitter import I32, Emitter, Value
+from ..simd.emitter import Emitter, Value
 
 
 class Part(NamedTuple):
@@ -36,16 +35,16 @@ class BitLayout(NamedTuple):
     def vectors(self) -> int:
         return self.bits * len(self.words) // 8
 
-    def pack(self, b: ir.IRBuilder, words: Sequence[Value]) -> list[Value]:
-        """Return the vectors' int32 of one row from its words, int32 whose bytes are below
-        2 ** bits."""
-        found: list[Any] = [ir.Constant(I32, 0)] * self.vectors
+    def pack(self, e: Emitter, words: Sequence[Value]) -> list[Any]:
+        """Return the vectors of words whose bytes are below 2 ** bits."""
+        found: list[Value | None] = [None] * self.vectors
         for parts, word in sorted(zip(self.words, words), key=lambda each: len(each[0])):
             for vector, shift, _ in parts:
-                word = b.xor(word, b.lshr(found[vector], ir.Constant(I32, shift)))
+                if (stored := found[vector]) is not None:
+                    word = e.b.xor(word, e.shr(stored, shift))
             for vector, shift, bits in parts:
-                part = b.and_(word, ir.Constant(I32, _in_each_byte(bits)))
-                found[vector] = b.or_(found[vector], b.shl(part, ir.Constant(I32, shift)))
+                part, stored = e.shl(e.mask(word, _in_each_byte(bits)), shift), found[vector]
+                found[vector] = part if stored is None else e.b.or_(stored, part)
         return found
 
     def unpack(self, e: Emitter, load: Callable[[int], Value]) -> Iterator[tuple[int, Value]]:
@@ -60,15 +59,9 @@ def _in_each_byte(bits: int) -> int:
     return bits * 0x01010101
 
 
-def stored_run(b: ir.IRBuilder, x: Value, shift: int, bits: int, to: int = 0) -> Value:
-    """``bits`` bits of each byte of stored bytes (a vector of int32), from bit ``shift`` on, moved
-    to bit ``to``."""
-
-    def every(number: int) -> ir.Constant:
-        return ir.Constant(x.type, [number] * x.type.count)
-
-    some = b.and_(b.lshr(x, every(shift)), every(_in_each_byte((1 << bits) - 1)))
-    return b.shl(some, every(to))
+def byte_bits(e: Emitter, x: Value, shift: int, bits: int, to: int = 0) -> Value:
+    """``bits`` bits of each byte of x, from bit ``shift`` on, moved to bit ``to``."""
+    return e.shl(e.mask(e.shr(x, shift), _in_each_byte((1 << bits) - 1)), to)
 
 
 def _whole(vector: int, bits: int, shift: int = 0) -> tuple[Part, ...]:

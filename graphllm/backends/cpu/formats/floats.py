@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ....graph.dtype import DTYPES
+from ..runtime.lazy_numba import ir
 from ..simd.emitter import Emitter, Value
-from .packed_format import Move, PackedFormat, register
+from .packed_format import Field, PackedFormat, register
+from .stored_rows import StoredRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +18,8 @@ class FloatFormat(PackedFormat):
 
     load: str  # the method of Emitter that loads 16 elements as f32x16
 
-    def moves(self) -> list[Move]:
-        size = DTYPES[self.name].nbytes
-        return [Move(0, 0, size, size)]
+    def fields(self, rows: StoredRows) -> Iterator[Field]:
+        yield Field(0, rows.numbers(0, ir.IntType(8 * DTYPES[self.name].nbytes)))
 
     def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         yield 0, getattr(e, self.load)(at)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 from ....formats.iq4 import IQ4_VALUES
 from ..runtime.isa import ISA
 from ..runtime.lazy_numba import ir
-from ..simd.emitter import I16, I16S, I32, I32S, VECTOR, Emitter, Value
+from ..simd.emitter import I16, I16S, I32S, VECTOR, Emitter, Value
 from .bit_layout import FOUR_BITS
 from .encoder import BlockEncoder, fit_largest, runs_of_32, store_nibbles_of
 from .packed_format import (
@@ -21,10 +21,11 @@ from .packed_format import (
     Block32,
     Block256,
     Codebook,
-    Move,
+    Field,
     halves_of,
     register,
 )
+from .stored_rows import StoredRows
 
 _RUN = 32
 
@@ -37,8 +38,9 @@ class CodebookBlock(Block32):
     symmetric = True
     codebook: Codebook
 
-    def moves(self) -> list[Move]:
-        return [*self.chunks("q", 0), *self.scalar("d", self.factors_at())]
+    def fields(self, rows: StoredRows) -> Iterator[Field]:
+        yield from self.chunks(rows, "q", 0)
+        yield from self.scalar(rows, "d", self.factors_at())
 
     def words(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         return ((j, self.codebook.look_up(e, word)) for j, word in super().words(e, at))
@@ -61,19 +63,15 @@ class IQ4XS(Block256):
     words_at = 2 * HALVES + VECTOR
     codebook: Codebook
 
-    def moves(self) -> list[Move]:
-        return [*self.scalar("d", 0), *self.chunks("q", self.words_at)]
-
-    def pack(self, e: Emitter, source: Value, target: Value, row: Value) -> Value:
-        low = e.load(source, I32, self.span("scales")[0])
-        top = e.b.zext(e.load(source, I16, self.span("high")[0]), I32)
-        nibbles, pairs = ir.Constant(I32, 0), ir.Constant(I32, 0)
-        for k in range(8):
-            nibbles = e.b.or_(nibbles, _move_bits(e.b, low, 4 * k, 4, _nibble_place(k)))
-            pairs = e.b.or_(pairs, _move_bits(e.b, top, 2 * k, 2, _pair_place(k)))
-        e.store(nibbles, e.at(target, e.times(row, 4)), 2 * HALVES)
-        e.store(e.b.trunc(pairs, I16), e.at(target, e.times(row, 2)), HALVES)
-        return super().pack(e, source, target, row)
+    def fields(self, rows: StoredRows) -> Iterator[Field]:
+        e, (low,) = rows.e, rows.words(self.span("scales"))
+        top = e.b.zext(rows.numbers(self.span("high")[0], I16), I32S)
+        nibbles = [_move_bits(e, low, 4 * k, 4, _nibble_place(k)) for k in range(8)]
+        pairs = [_move_bits(e, top, 2 * k, 2, _pair_place(k)) for k in range(8)]
+        yield from self.scalar(rows, "d", 0)
+        yield Field(HALVES, e.b.trunc(reduce(e.b.or_, pairs), I16S))
+        yield Field(2 * HALVES, reduce(e.b.or_, nibbles))
+        yield from self.chunks(rows, "q", self.words_at)
 
     def words(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         return ((j, self.codebook.look_up(e, word)) for j, word in super().words(e, at))
@@ -121,10 +119,9 @@ def _pair_place(k: int) -> int:
     return (4, 12, 6, 14)[k % 4] - k // 4 * 4
 
 
-def _move_bits(b: ir.IRBuilder, x: Value, source: int, count: int, target: int) -> Value:
-    """``count`` bits of an int32 at bit ``source``, moved to bit ``target``."""
-    some = b.and_(b.lshr(x, ir.Constant(I32, source)), ir.Constant(I32, (1 << count) - 1))
-    return b.shl(some, ir.Constant(I32, target))
+def _move_bits(e: Emitter, x: Value, source: int, count: int, target: int) -> Value:
+    """``count`` bits of int32 lanes at bit ``source``, moved to bit ``target``."""
+    return e.shl(e.mask(e.shr(x, source), (1 << count) - 1), target)
 
 
 # --------------------------------------------------------------------------------------- encoding

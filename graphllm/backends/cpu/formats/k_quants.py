@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from ..simd.emitter import I32, VECTOR, Emitter, Value
-from ..simd.vectors import vector
-from .bit_layout import FIVE_BITS, FOUR_BITS, SIX_BITS, THREE_BITS, TWO_BITS, stored_run
+from ..simd.emitter import VECTOR, Emitter, Value
+from .bit_layout import FIVE_BITS, FOUR_BITS, SIX_BITS, THREE_BITS, TWO_BITS, byte_bits
 from .encoder import (
     BIT_PAIRS,
     BlockEncoder,
@@ -34,28 +33,29 @@ from .encoder import (
 from .packed_format import (
     HALVES,
     NIBBLES,
-    SCALE_ORDER,
     Block256,
-    Move,
+    Field,
     PackedFormat,
     halves_of,
     register,
 )
+from .stored_rows import StoredRows
 
 _SIXES = 0x30303030  # the top two bits of six in each of four bytes
 
 
-def _runs(e: Emitter, source: Value, span: tuple[int, int]) -> list[Value]:
-    """The bytes of a stored field as vectors of eight int32."""
-    first, size = span
-    return [e.load(source, vector(I32, 8), first + at) for at in range(0, size, 32)]
+def _runs(form: PackedFormat, rows: StoredRows, field: str) -> list[list[Value]]:
+    """The words of a field, in runs of eight."""
+    words = rows.words(form.span(field))
+    return [words[first : first + 8] for first in range(0, len(words), 8)]
 
 
-def _sub_scales(form: PackedFormat, field: str, target: int) -> list[Move]:
-    """Moves of a field with a byte for each of 16 sub-blocks, in the order 0 2 1 3 of each four."""
-    start, size = form.span(field)
-    places = [target + k // 4 * VECTOR + SCALE_ORDER[k % 4] for k in range(size)]
-    return [Move(start + k, place, 1, 4) for k, place in enumerate(places)]
+def _sub_scales(form: PackedFormat, rows: StoredRows, field: str, target: int) -> Iterator[Field]:
+    """A field with a byte for each of 16 sub-blocks, in the order 0 2 1 3 of each four."""
+    e = rows.e
+    for offset, word in form.chunks(rows, field, target):
+        second, third = e.shl(e.mask(word, 0xFF00), 8), e.mask(e.shr(word, 8), 0xFF00)
+        yield Field(offset, e.b.or_(e.mask(word, 0xFF0000FF), e.b.or_(second, third)))
 
 
 # ----------------------------------------------------------------------------------- with minima
@@ -70,9 +70,10 @@ class Q4K(Block256):
     layout = FOUR_BITS
     words_at = 2 * HALVES + 3 * VECTOR
 
-    def moves(self) -> list[Move]:
-        scales = [*self.scalar("d", 0), *self.scalar("dmin", HALVES)]
-        return [*scales, *self.chunks("scales", 2 * HALVES)]
+    def fields(self, rows: StoredRows) -> Iterator[Field]:
+        yield from self.scalar(rows, "d", 0)
+        yield from self.scalar(rows, "dmin", HALVES)
+        yield from self.chunks(rows, "scales", 2 * HALVES)
 
     def _sixes(self, e: Emitter, at: Value, z: int, minima: int) -> Value:
         """Half z of the scales or of the minima, from the bits that `graphllm.formats.k_quants`
@@ -89,9 +90,9 @@ class Q4K(Block256):
     def offset_bytes(self, e: Emitter, at: Value, z: int) -> Value:
         return self._sixes(e, at, z, 1)
 
-    def stored_words(self, e: Emitter, source: Value) -> list[Value]:
-        runs = _runs(e, source, self.span("q"))
-        return [stored_run(e.b, run, 4 * half, 4) for run in runs for half in range(2)]
+    def stored_words(self, rows: StoredRows) -> list[Value]:
+        halves = ((run, 4 * half) for run in _runs(self, rows, "q") for half in range(2))
+        return [byte_bits(rows.e, word, shift, 4) for run, shift in halves for word in run]
 
     def zero_point(self, e: Emitter) -> int:
         return 8 if e.isa.vnni and self.sub == 32 and self.largest == 15 else 0
@@ -123,10 +124,10 @@ class Q5K(Q4K):
 
     layout = FIVE_BITS
 
-    def stored_words(self, e: Emitter, source: Value) -> list[Value]:
-        (high,) = _runs(e, source, self.span("high"))
-        fifths = [stored_run(e.b, high, k, 1, to=4) for k in range(8)]
-        return [e.b.or_(*each) for each in zip(super().stored_words(e, source), fifths)]
+    def stored_words(self, rows: StoredRows) -> list[Value]:
+        e, (high,) = rows.e, _runs(self, rows, "high")
+        fifths = [byte_bits(e, word, k, 1, to=4) for k in range(8) for word in high]
+        return [e.b.or_(*each) for each in zip(super().stored_words(rows), fifths)]
 
 
 class Q2K(Q4K):
@@ -138,9 +139,10 @@ class Q2K(Q4K):
     _SCALES = 16 * VECTOR
     _FACTORS = _SCALES + 4 * VECTOR
 
-    def moves(self) -> list[Move]:
-        factors = [*self.scalar("d", self._FACTORS), *self.scalar("dmin", self._FACTORS + HALVES)]
-        return [*_sub_scales(self, "scales", self._SCALES), *factors]
+    def fields(self, rows: StoredRows) -> Iterator[Field]:
+        yield from _sub_scales(self, rows, "scales", self._SCALES)
+        yield from self.scalar(rows, "d", self._FACTORS)
+        yield from self.scalar(rows, "dmin", self._FACTORS + HALVES)
 
     def scale_bytes(self, e: Emitter, at: Value, z: int) -> Value:
         return halves_of(e, e.load(at, offset=self._SCALES + VECTOR * z))[0]
@@ -148,9 +150,9 @@ class Q2K(Q4K):
     def offset_bytes(self, e: Emitter, at: Value, z: int) -> Value:
         return halves_of(e, e.load(at, offset=self._SCALES + VECTOR * z))[1]
 
-    def stored_words(self, e: Emitter, source: Value) -> list[Value]:
-        runs = _runs(e, source, self.span("q"))
-        return [stored_run(e.b, run, 2 * i, 2) for run in runs for i in range(4)]
+    def stored_words(self, rows: StoredRows) -> list[Value]:
+        pairs = ((run, 2 * i) for run in _runs(self, rows, "q") for i in range(4))
+        return [byte_bits(rows.e, word, shift, 2) for run, shift in pairs for word in run]
 
     def factors(self, e: Emitter, at: Value) -> list[Value]:
         return [e.load_f16(at, self._FACTORS), e.load_f16(at, self._FACTORS + HALVES)]
@@ -168,18 +170,20 @@ class Q6K(Block256):
     layout = SIX_BITS
     _SCALES = 48 * VECTOR
 
-    def moves(self) -> list[Move]:
-        return [*_sub_scales(self, "scales", self._SCALES), *self.scalar("d", self._factors_at())]
+    def fields(self, rows: StoredRows) -> Iterator[Field]:
+        yield from _sub_scales(self, rows, "scales", self._SCALES)
+        yield from self.scalar(rows, "d", self._factors_at())
 
     def _factors_at(self) -> int:
         return self.nbytes - HALVES
 
-    def stored_words(self, e: Emitter, source: Value) -> list[Value]:
-        low, found = _runs(e, source, self.span("q")), []
-        for half, high in enumerate(_runs(e, source, self.span("high"))):
+    def stored_words(self, rows: StoredRows) -> list[Value]:
+        e, low, found = rows.e, _runs(self, rows, "q"), []
+        for half, tops in enumerate(_runs(self, rows, "high")):
             for i in range(4):
-                nibbles = stored_run(e.b, low[2 * half + i % 2], i // 2 * 4, 4)
-                found.append(e.b.or_(nibbles, stored_run(e.b, high, 2 * i, 2, to=4)))
+                for nibbles, top in zip(low[2 * half + i % 2], tops):
+                    four = byte_bits(e, nibbles, i // 2 * 4, 4)
+                    found.append(e.b.or_(four, byte_bits(e, top, 2 * i, 2, to=4)))
         return found
 
     def scale_bytes(self, e: Emitter, at: Value, z: int) -> Value:
@@ -213,12 +217,13 @@ class Q3K(Q6K):
     layout = THREE_BITS
     _SCALES = 24 * VECTOR
 
-    def stored_words(self, e: Emitter, source: Value) -> list[Value]:
-        pairs = _runs(e, source, self.span("q"))
-        (high,), found = _runs(e, source, self.span("high")), []
+    def stored_words(self, rows: StoredRows) -> list[Value]:
+        e, pairs, found = rows.e, _runs(self, rows, "q"), []
+        (tops,) = _runs(self, rows, "high")
         for k in range(8):
-            low = stored_run(e.b, pairs[k // 4], k % 4 * 2, 2)
-            found.append(e.b.or_(low, stored_run(e.b, high, k, 1, to=2)))
+            for pair, top in zip(pairs[k // 4], tops):
+                two = byte_bits(e, pair, k % 4 * 2, 2)
+                found.append(e.b.or_(two, byte_bits(e, top, k, 1, to=2)))
         return found
 
     def scale_bytes(self, e: Emitter, at: Value, z: int) -> Value:

@@ -5,16 +5,15 @@ A block of a tile: as many vectors of q as q has bits, d, m.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from ..runtime.isa import ISA
-from ..runtime.lazy_numba import ir
-from ..simd.emitter import I32, LANES, SIGN_BITS, VECTOR, Emitter, Value
-from ..simd.vectors import vector
-from .bit_layout import EIGHT_BITS, FIVE_BITS, FOUR_BITS, stored_run
+from ..simd.emitter import LANES, SIGN_BITS, Emitter, Value
+from .bit_layout import EIGHT_BITS, FIVE_BITS, FOUR_BITS, byte_bits
 from .encoder import BlockEncoder, runs_of_32
-from .packed_format import Block32, Move, register
+from .packed_format import Block32, Field, register
+from .stored_rows import StoredRows
 
 _RUN = 32
 
@@ -22,14 +21,14 @@ _RUN = 32
 class SimpleBlock(Block32):
     """q, then the scales at the end of the block."""
 
-    def moves(self) -> list[Move]:
-        return [*self.chunks("q", 0), *self.scale_moves()]
+    def fields(self, rows: StoredRows) -> Iterator[Field]:
+        yield from self.chunks(rows, "q", 0)
+        yield from self.scales(rows)
 
-    def scale_moves(self) -> list[Move]:
-        scales = self.scalar("d", self.factors_at())
+    def scales(self, rows: StoredRows) -> Iterator[Field]:
+        yield from self.scalar(rows, "d", self.factors_at())
         if self.has_minimum:
-            scales += self.scalar("m", self.factors_at() + 32)
-        return scales
+            yield from self.scalar(rows, "m", self.factors_at() + 32)
 
 
 class Bytes(SimpleBlock):
@@ -42,14 +41,11 @@ class Bytes(SimpleBlock):
             12 if target.avx512 and target.vnni else 1 << 30
         )  # a copy is aligned, and has float32 scales
 
-    def pack(self, e: Emitter, source: Value, target: Value, row: Value) -> Value:
-        bad = super().pack(e, source, target, row)
-        if e.isa.vnni:
-            at = e.at(target, e.times(row, 4))
-            for j in range(8):
-                word = e.b.xor(e.load(at, I32, VECTOR * j), ir.Constant(I32, SIGN_BITS))
-                e.store(word, at, VECTOR * j)
-        return bad
+    def fields(self, rows: StoredRows) -> Iterator[Field]:
+        e = rows.e
+        for offset, q in self.chunks(rows, "q", 0):
+            yield Field(offset, e.b.xor(q, e.i32(SIGN_BITS)) if e.isa.vnni else q)
+        yield from self.scales(rows)
 
     def zero_point(self, e: Emitter) -> int:
         return 128 if e.isa.vnni else 0
@@ -72,23 +68,21 @@ class FiveBits(Nibbles):
 
     layout = FIVE_BITS
 
-    def moves(self) -> list[Move]:
-        return self.scale_moves()
+    def fields(self, rows: StoredRows) -> Iterator[Field]:
+        return self.scales(rows)
 
-    def stored_words(self, e: Emitter, source: Value) -> list[Value]:
-        four = vector(I32, 4)
-        q = e.load(source, four, self.span("q")[0])
-        high = e.load(source, I32, self.span("high")[0])
-        fifths = e.b.insert_element(four(ir.Undefined), high, I32(0))
-        fifths = e.b.shuffle_vector(fifths, fifths, four([0] * 4))
-        words = []
+    def stored_words(self, rows: StoredRows) -> list[Value]:
+        e, words = rows.e, rows.words(self.span("q"))
+        (high,) = rows.words(self.span("high"))
+        found = []
         for half in range(2):
-            bits = e.b.lshr(fifths, four([16 * half + 4 * j for j in range(4)]))
-            # The product puts bit i at 8 i, among others.
-            apart = e.b.mul(e.b.and_(bits, four([15] * 4)), four([0x00204081] * 4))
-            fifth = stored_run(e.b, apart, 0, 1, to=4)
-            words.append(e.b.or_(stored_run(e.b, q, 4 * half, 4), fifth))
-        return words
+            for j, word in enumerate(words):
+                bits = e.mask(e.shr(high, 16 * half + 4 * j), 15)
+                # The product puts bit i at 8 i, among others.
+                apart = e.b.mul(bits, e.i32(0x00204081))
+                fifth = byte_bits(e, apart, 0, 1, to=4)
+                found.append(e.b.or_(byte_bits(e, word, 4 * half, 4), fifth))
+        return found
 
 
 # --------------------------------------------------------------------------------------- encoding

@@ -5,14 +5,15 @@ A block of a tile: 4 vectors of nibbles and 16 bytes of exponents.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ....formats.microscaling import MXFP4_VALUES
 from ..runtime.lazy_numba import ir
 from ..simd.emitter import F32S, I8, I32, LANES, Emitter, Value
 from .encoder import BlockEncoder, runs_of_32
 from .iq4 import CodebookBlock
-from .packed_format import Codebook, Move, register
+from .packed_format import Codebook, Field, register
+from .stored_rows import StoredRows
 
 _RUN = 32
 
@@ -20,8 +21,9 @@ _RUN = 32
 class Mxfp4(CodebookBlock):
     """The scale is a power of two, in one byte."""
 
-    def moves(self) -> list[Move]:
-        return [*self.chunks("q", 0), *self.scalar("e", self.factors_at())]
+    def fields(self, rows: StoredRows) -> Iterator[Field]:
+        yield from self.chunks(rows, "q", 0)
+        yield from self.scalar(rows, "e", self.factors_at())
 
     def factors_at(self) -> int:
         return self.nbytes - LANES

@@ -5,8 +5,8 @@ block after block, interleaved in chunks of four bytes: a vector is the same chu
 lane = row, an activation is one broadcast, and no sum crosses lanes. The order of the fields within
 a block of a tile is the format's own.
 
-A format says in `PackedFormat.moves` where its fields go, and in the other methods how vectors of a
-tile become integers with scales. The modules of this package hold one family each, as those of
+A format says in `PackedFormat.fields` where its fields go, and in the other methods how vectors of
+a tile become integers with scales. The modules of this package hold one family each, as those of
 `graphllm.formats`, which declares layouts and formulas.
 """
 
@@ -24,24 +24,22 @@ from .... import formats
 from ....graph.dtype import DTYPES
 from ..runtime.isa import ISA
 from ..runtime.lazy_numba import ir
-from ..simd.emitter import I8, I16, I32, I64, LANES, VECTOR, Emitter, Value
+from ..simd.emitter import LANES, VECTOR, Emitter, Value
 from .bit_layout import BitLayout
 from .encoder import Encoder
+from .stored_rows import StoredRows
 
 HALVES = 32  # bytes of 16 float16
 NIBBLES = 0x0F0F0F0F
 SCALE_ORDER = (0, 2, 1, 3)  # of the scales in each four, in formats with 16 sub-blocks
-_INTEGERS = {1: I8, 2: I16, 4: I32}
 _EXPONENT = {1: 0xFF, 2: 0x7C00}  # bits that are all set in an infinite or NaN scale, by its bytes
 
 
-class Move(NamedTuple):
-    """Bytes of a stored block and their place in a tile's block of 16 rows."""
+class Field(NamedTuple):
+    """Bytes of a tile's block: its offset, and a vector with a lane for each row."""
 
-    source: int  # offset in the stored block
-    target: int  # offset of row 0 in the tile's block
-    nbytes: int  # 1, 2 or 4
-    step: int  # bytes from one row to the next in the tile
+    offset: int
+    value: Value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,49 +74,41 @@ class PackedFormat:
         """Bytes of a block of 16 rows."""
         return LANES * DTYPES[self.name].nbytes
 
-    def moves(self) -> list[Move]:
-        """The moves that pack one row of a block; each byte at most once."""
+    def fields(self, rows: StoredRows) -> Iterator[Field]:
+        """Yield the fields that a block of 16 rows is packed to; each byte at most once."""
         raise NotImplementedError
 
-    def pack(self, e: Emitter, source: Value, target: Value, row: Value) -> Value:
-        """Emit the packing of one stored block into row ``row`` of a tile's block.
-
-        Args:
-            e: emitter.
-            source: address of the stored block.
-            target: address of the tile's block.
-            row: 0 to 15.
+    def pack(self, rows: StoredRows, target: Value) -> Value:
+        """Emit the packing of the stored blocks ``rows`` into a tile's block.
 
         Returns:
-            int64: 1 if a scale of the block is infinite or NaN, else 0.
+            As `bad_scales`.
         """
-        form = formats.BLOCK_FORMATS.get(self.name)
-        checked = dict(form.scale_spans()) if form else {}
-        bad = ir.Constant(ir.IntType(1), 0)
-        rows = {step: e.at(target, e.times(row, step)) for step in (1, 2, 4)}
-        for move in sorted(self.moves(), key=lambda move: move.source not in checked):
-            value = e.load(source, _INTEGERS[move.nbytes], move.source)
-            if move.source in checked:
-                ones = ir.Constant(value.type, _EXPONENT[move.nbytes])
-                bad = e.b.or_(bad, e.b.icmp_unsigned("==", e.b.and_(value, ones), ones))
-            e.store(value, rows[move.step], move.target)
-        return e.b.zext(bad, I64)
+        bad = self.bad_scales(rows)
+        for offset, value in self.fields(rows):
+            rows.e.store(value, target, offset)
+        return bad
 
-    # -- moves of a field
+    def bad_scales(self, rows: StoredRows) -> Value:
+        """int64: bit r is set if a scale of row r is infinite or NaN."""
+        form = formats.BLOCK_FORMATS.get(self.name)
+        return rows.with_all_bits(form.scale_spans() if form else (), _EXPONENT)
+
+    # -- fields that are packed as they are stored
     def span(self, field: str) -> tuple[int, int]:
         """(offset, bytes) of a field in the stored block."""
         start, end = formats.BLOCK_FORMATS[self.name].span(field)
         return start, end - start
 
-    def chunks(self, field: str, target: int, step: int = VECTOR) -> list[Move]:
-        """A field in chunks of four bytes, ``step`` bytes apart in the tile."""
-        start, size = self.span(field)
-        return [Move(start + 4 * j, target + step * j, 4, 4) for j in range(size // 4)]
+    def chunks(self, rows: StoredRows, field: str, target: int) -> Iterator[Field]:
+        """Chunks of four bytes of a field, as vectors from offset ``target`` on."""
+        for j, word in enumerate(rows.words(self.span(field))):
+            yield Field(target + VECTOR * j, word)
 
-    def scalar(self, field: str, target: int) -> list[Move]:
+    def scalar(self, rows: StoredRows, field: str, target: int) -> Iterator[Field]:
         """A field of one or two bytes, such as a scale."""
-        start, size = self.span(field)
-        return [Move(start, target, size, size)]
+        offset, nbytes = self.span(field)
+        yield Field(target, rows.numbers(offset, ir.IntType(8 * nbytes)))
 
     # -- unpacking
     def in_place_tokens(self, target: ISA) -> int:
@@ -187,22 +177,17 @@ class BlockFormat(PackedFormat):
             for j, word in self.words(e, e.at(at, self.words_at + c * self.chunk_nbytes)):
                 yield c * self.chunk // 4 + j, word
 
-    def stored_words(self, e: Emitter, source: Value) -> list[Value]:
-        """Vectors of int32 whose lanes are all words of the stored block at ``source``, in order;
-        none if `moves` packs them."""
+    def stored_words(self, rows: StoredRows) -> list[Value]:
+        """All words of the stored blocks, in order; none if `fields` packs them."""
         return []
 
-    def pack(self, e: Emitter, source: Value, target: Value, row: Value) -> Value:
-        lanes = [
-            e.b.extract_element(run, ir.Constant(I32, i))
-            for run in self.stored_words(e, source)
-            for i in range(run.type.count)
-        ]
-        each, at = self.chunk // 4, e.at(target, self.words_at, e.times(row, 4))
-        for first in range(0, len(lanes), each):
-            for i, word in enumerate(self.layout.pack(e.b, lanes[first : first + each])):
-                e.store(word, at, first // each * self.chunk_nbytes + VECTOR * i)
-        return super().pack(e, source, target, row)
+    def pack(self, rows: StoredRows, target: Value) -> Value:
+        bad, words, each = super().pack(rows, target), self.stored_words(rows), self.chunk // 4
+        for first in range(0, len(words), each):
+            at = self.words_at + first // each * self.chunk_nbytes
+            for i, word in enumerate(self.layout.pack(rows.e, words[first : first + each])):
+                rows.e.store(word, target, at + VECTOR * i)
+        return bad
 
     def dot(self, e: Emitter, pairs: list[tuple[Value, Value]], total: Value | None) -> Value:
         """``total`` plus the sum of q times activations in each lane."""

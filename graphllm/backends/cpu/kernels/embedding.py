@@ -77,8 +77,7 @@ def _block_decoder(name: str) -> tuple[Any, int]:
         packed = workspace(room)
         panel = packed + (nbytes + VECTOR - 1) // VECTOR * VECTOR
         count, source = min(LANES, (width - first) // block), row + first // block * size
-        for b in range(count):
-            pack_block(code, source + b * size, packed, b)
+        pack_block(code, source, size, count, packed)
         unpack_float(code, packed, panel, 1)
         values, out = f32s(panel), f32s(y + 4 * first)
         for b in range(count):

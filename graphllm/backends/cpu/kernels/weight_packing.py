@@ -1,111 +1,126 @@
-"""Pack weights at load into tiles of 16 rows; `graphllm.backends.cpu.formats` describes tiles."""
+"""Pack weights at load into tiles of 16 rows; `graphllm.backends.cpu.formats` describes tiles.
+Weights that are used as they are stored are only checked.
+
+The pages of a mapped file are mapped before a chunk of rows is packed and released after it, so a
+weight is never in memory twice. Page faults would map neighbouring pages as well, which then stay.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import mmap
-import threading
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....formats.quantization import bad_scale
+from ....formats import quantization
+from ....graph.dtype import DType
 from ....graph.tensor import Meta
-from ..formats import FORMATS, by_code
+from ..formats import BLOCK_FORMATS, FORMATS, by_code
+from ..formats.stored_rows import StoredRows
+from ..runtime.argument_block import argument_reader
+from ..runtime.atomics import advise_pages
 from ..runtime.cores import usable_cores
-from ..runtime.jit import Kernel, args, i64s, kernel
+from ..runtime.host_memory import SLABS
+from ..runtime.jit import Kernel, helper, i64s, kernel, next_chunk
 from ..runtime.lazy_numba import intrinsic, types
-from ..simd.emitter import LANES, VECTOR, Emitter, Value
+from ..runtime.program import CompiledProgram, Launch
+from ..runtime.step_interpreter import BARRIER
+from ..simd.emitter import LANES, Emitter, Value
 
-_HUGE = 2 << 20  # bytes of a huge page
-_SLAB = 64 << 20  # bytes that are mapped at a time for small weights
+_CHUNK = 1 << 20  # stored bytes that a thread packs at a time
+_PAGE = mmap.PAGESIZE
+_POPULATE_READ = 22  # Linux 5.14; an older one ignores it
+_DONTNEED = 4
 _PACKERS = 8  # threads at most: packing is bound by memory bandwidth
 
 
 @intrinsic(prefer_literal=True)
-def pack_block(typingctx, fmt, source, target, row):
-    """Pack the stored block at ``source`` into row ``row`` of the tile's block at ``target``; see
+def pack_block(typingctx, fmt, source, stride, rows, target):
+    """Pack the stored blocks of ``rows`` rows, at most 16, into the tile's block at ``target``; see
     `PackedFormat.pack`. ``fmt``: the code of the format, a literal."""
     form = by_code(fmt.literal_value)
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
-        return form.pack(Emitter(builder), *given[1:])
+        _, source, stride, rows, target = given
+        return form.pack(StoredRows(Emitter(builder), source, stride, rows), target)
 
-    return types.int64(fmt, types.int64, types.int64, types.int64), generate
+    return types.int64(fmt, *[types.int64] * 4), generate
+
+
+@intrinsic(prefer_literal=True)
+def check_block(typingctx, fmt, source, stride, rows, target):
+    """As `pack_block`, but only find bad scales; ``target`` is not used."""
+    form = by_code(fmt.literal_value)
+
+    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
+        return form.bad_scales(StoredRows(Emitter(builder), *given[1:4]))
+
+    return types.int64(fmt, *[types.int64] * 4), generate
+
+
+class PackArgs(NamedTuple):
+    """Argument block of a packer."""
+
+    source: int
+    stride: int  # bytes from a row to the next
+    target: int
+    matrices: int
+    rows: int  # of a matrix
+    blocks: int  # of a row
+    mapped: int  # whether the rows are in a file that is mapped read-only
+    report: int  # int64 per thread, the first row with a bad scale
+
+
+_read = argument_reader(PackArgs)
+
+
+@helper
+def _advise(start, end, advice):
+    """Advise the pages that hold the bytes from ``start`` to ``end``, shared ones included: another
+    thread that still reads one of those maps it again."""
+    first = start // _PAGE * _PAGE
+    advise_pages(first, end - first, advice)
 
 
 @cache
-def _packer(name: str) -> Kernel:
-    """The kernel that packs matrices; it reports a row with a bad scale for each thread, or -1."""
+def _packer(name: str, packs: bool) -> Kernel:
+    """The kernel that packs matrices, or only checks their scales."""
     form = FORMATS[name]
     code, nbytes = form.code, form.nbytes
-    stored = nbytes // LANES
+    stored, run_block = nbytes // LANES, pack_block if packs else check_block
 
-    @kernel(key=(form.cache_key,))
+    @kernel(key=(form.cache_key, packs))
     def packer(p, thread, threads):
-        source, stride, target, matrices, rows, blocks, report = args(p, 7)
-        found, groups = i64s(report), (rows + LANES - 1) // LANES
-        for g in range(thread, matrices * groups, threads):
-            first, group = g % groups * LANES, target + g * nbytes * blocks
-            row = g // groups * rows + first
-            for b in range(blocks):
-                for r in range(min(LANES, rows - first)):
-                    at = source + (row + r) * stride + b * stored
-                    if pack_block(code, at, group + b * nbytes, r) != 0:
-                        found[thread] = row + r
+        a = _read(p)
+        groups = (a.rows + LANES - 1) // LANES
+        each, total = max(1, _CHUNK // (LANES * a.stride)), a.matrices * groups
+        c = next_chunk(p)
+        while c * each < total:
+            first = c * each
+            last = min(total, first + each) - 1
+            start = a.source + (first // groups * a.rows + first % groups * LANES) * a.stride
+            row_end = last // groups * a.rows + min(a.rows, last % groups * LANES + LANES)
+            end = a.source + row_end * a.stride
+            if a.mapped != 0:
+                _advise(start, end, _POPULATE_READ)
+            for g in range(first, last + 1):
+                row = g // groups * a.rows + g % groups * LANES
+                rows = min(LANES, a.rows - g % groups * LANES)
+                source, target = a.source + row * a.stride, a.target + g * nbytes * a.blocks
+                for b in range(a.blocks):
+                    bad = run_block(code, source + b * stored, a.stride, rows, target + b * nbytes)
+                    if bad != 0:
+                        while bad & 1 == 0:
+                            bad, row = bad >> 1, row + 1
+                        i64s(a.report)[thread] = row
                         return
+            if a.mapped != 0:
+                _advise(start, end, _DONTNEED)
+            c = next_chunk(p)
 
     return packer
-
-
-class _Slabs:
-    """Allocator of zeroed memory in huge pages, which cuts small buffers from larger mappings.
-
-    With a mapping of its own, each buffer would end in a huge page that it hardly uses: 200 MB for
-    a model of 200 matrices. A mapping is freed when all buffers cut from it are gone.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._rest = np.zeros(0, np.uint8)
-
-    def cut(self, nbytes: int) -> np.ndarray:
-        """uint8 [nbytes], aligned to 64 bytes."""
-        if nbytes > _SLAB // 2:
-            return _map(nbytes)[:nbytes]
-        with self._lock:
-            if self._rest.nbytes < nbytes:
-                self._rest = _map(_SLAB)
-            found, self._rest = self._rest[:nbytes], self._rest[-(-nbytes // VECTOR) * VECTOR :]
-        return found
-
-
-_slabs = _Slabs()
-
-
-def _map(nbytes: int) -> np.ndarray:
-    """Map memory aligned to a huge page, in huge pages if the system has them. MemoryError."""
-    try:  # private, because shared memory does not get huge pages
-        area = mmap.mmap(-1, nbytes + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"{nbytes} bytes: {error.strerror}") from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            area.madvise(mmap.MADV_HUGEPAGE)
-    room = np.frombuffer(area, np.uint8)
-    return room[-int(room.ctypes.data) % _HUGE :]
-
-
-def allocate(nbytes: int) -> np.ndarray:
-    """Allocate zeroed uint8 [nbytes], aligned to 64 bytes; in huge pages if the system has them."""
-    if nbytes >= _HUGE:
-        return _map(nbytes)[:nbytes]
-    room = np.zeros(nbytes + VECTOR, np.uint8)
-    skip = -int(room.ctypes.data) % VECTOR
-    return room[skip : skip + nbytes]
 
 
 def packed_bytes(meta: Meta) -> int:
@@ -122,34 +137,51 @@ def _sizes(meta: Meta) -> tuple[int, int, int]:
     return prod(matrices), rows, columns  # type: ignore[arg-type]
 
 
+def _in_mapped_file(array: np.ndarray) -> bool:
+    """Whether the bytes are in a read-only mapping, whose pages can be read again at any time."""
+    owner: Any = array
+    while isinstance(owner, (np.ndarray, memoryview)):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    return isinstance(owner, mmap.mmap) and memoryview(owner).readonly
+
+
 def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
     """Pack uint8 [rows, row_bytes] of a weight [N, K] or [E, N, K]; returns uint8 [bytes].
 
-    The last tile of a matrix is padded with zero bytes: rows of scales of zero. ModelFileError if a
-    block has an infinite or NaN scale.
+    The last tile of a matrix is padded with copies of its last row, whose results are not used.
+    ModelFileError if a block has an infinite or NaN scale.
     """
-    matrices, rows, columns = _sizes(meta)
-    assert raw.dtype == np.uint8 and raw.strides[1] == 1 and len(raw) == matrices * rows
-    packed = _slabs.cut(packed_bytes(meta))
-    threads = max(1, min(_PACKERS, usable_cores(), packed.nbytes // _HUGE))
-    report = np.full(threads, -1, np.int64)
-    block = np.array(
-        [
-            raw.ctypes.data, raw.strides[0], packed.ctypes.data, matrices, rows,
-            columns // FORMATS[meta.dtype.name].block, report.ctypes.data,
-        ],
-        np.int64,
-    )  # fmt: skip
-    run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(_packer(meta.dtype.name).address)
-    own = [
-        threading.Thread(target=run, args=(block.ctypes.data, thread, threads))
-        for thread in range(1, threads)
-    ]
-    for each in own:
-        each.start()
-    run(block.ctypes.data, 0, threads)  # native code: releases the GIL
-    for each in own:
-        each.join()
-    if report.max() >= 0:
-        raise bad_scale(int(report[report >= 0].min()), meta.dtype)
+    matrices, rows, _ = _sizes(meta)
+    assert len(raw) == matrices * rows
+    packed = SLABS.cut(packed_bytes(meta))
+    _run_packer(raw, meta.dtype, packed, rows)
     return packed
+
+
+def check_scales(raw: np.ndarray, dtype: DType) -> None:
+    """As `graphllm.formats.quantization.check_scales`, at the rate of the memory."""
+    if raw.nbytes < _CHUNK or dtype.name not in BLOCK_FORMATS or raw.strides[1] != 1:
+        quantization.check_scales(raw, dtype)
+    else:
+        _run_packer(raw, dtype, None, len(raw))
+
+
+def _run_packer(raw: np.ndarray, dtype: DType, packed: np.ndarray | None, rows: int) -> None:
+    """Pack uint8 [n * ``rows``, row_bytes] to ``packed``, or check the scales if it is None."""
+    assert raw.dtype == np.uint8 and raw.strides[1] == 1
+    threads = max(1, min(_PACKERS, usable_cores(), raw.nbytes // _CHUNK))
+    report = np.full(threads, -1, np.int64)
+    block = PackArgs(
+        source=raw.ctypes.data,
+        stride=raw.strides[0],
+        target=0 if packed is None else packed.ctypes.data,
+        matrices=len(raw) // rows,
+        rows=rows,
+        blocks=raw.shape[1] // dtype.nbytes,
+        mapped=_in_mapped_file(raw),
+        report=report.ctypes.data,
+    )
+    launch = Launch(_packer(dtype.name, packed is not None), block)
+    CompiledProgram(threads, [[launch]], [BARRIER], (raw, packed, report)).run(None)
+    if report.max() >= 0:
+        raise quantization.bad_scale(int(report[report >= 0].min()), dtype)

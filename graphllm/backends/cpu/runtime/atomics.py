@@ -151,6 +151,18 @@ def futex_wake(typingctx, base, index):
 
 
 @intrinsic
+def advise_pages(typingctx, address, nbytes, advice):
+    """Call madvise; a failure is ignored, as it is only advice."""
+
+    def generate(context, builder, sig, values):
+        i32, pointer = ir.IntType(32), builder.inttoptr(values[0], I64.as_pointer())
+        _call(builder, "madvise", i32, pointer, values[1], builder.trunc(values[2], i32))
+        return context.get_dummy_value()
+
+    return types.none(int64, int64, int64), generate
+
+
+@intrinsic
 def call_kernel(typingctx, address, block, thread, threads):
     """Call the kernel at ``address``."""
 

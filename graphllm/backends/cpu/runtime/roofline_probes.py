@@ -20,12 +20,13 @@ from ....errors import GraphllmError
 from ....graph.tensor import INPUT, WEIGHT, Meta, Tensor
 from ... import Bound, Header, Operand, Options, TimestampLog, find
 from ...probe_results import ProbeResults
-from ..kernels.weight_packing import allocate
 from . import probe_kernels
 from .cores import usable_cores
-from .device import CompiledProgram, CpuDevice, Launch
+from .device import CpuDevice
+from .host_memory import allocate
 from .jit import Kernel
 from .probe_kernels import CacheArgs, MemoryArgs, MultiplyArgs
+from .program import CompiledProgram, Launch
 from .step_interpreter import BARRIER
 
 ROUNDS, SECONDS = 5, 0.1  # a probe is repeated at least so often, and at least for so long
