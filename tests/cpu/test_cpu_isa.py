@@ -28,7 +28,6 @@ from rotation import rotated
 from graphllm.backends import Options, find
 from graphllm.backends.cpu.formats import BLOCK_FORMATS, FORMATS
 from graphllm.backends.cpu.formats.encoder import BlockEncoder
-from graphllm.backends.cpu.formats.stored_rows import StoredRows
 from graphllm.backends.cpu.kernels import (
     linear_float,
     linear_integer,
@@ -37,6 +36,7 @@ from graphllm.backends.cpu.kernels import (
 )
 from graphllm.backends.cpu.runtime.isa import CPU_FEATURES, CPU_NAME, ISA, isa
 from graphllm.backends.cpu.simd.emitter import Emitter
+from graphllm.backends.cpu.simd.stored_rows import StoredRows
 
 # The feature that the processor needs, and the description of the target.
 TARGETS = {

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ....graph.dtype import DTYPES
 from ..runtime.lazy_numba import ir
 from ..simd.emitter import Emitter, Value
 from .packed_format import Field, PackedFormat, register
-from .stored_rows import StoredRows
+
+if TYPE_CHECKING:
+    from ..simd.stored_rows import StoredRows
 
 
 @dataclass(frozen=True, kw_only=True)

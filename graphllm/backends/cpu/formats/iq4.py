@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from typing import TYPE_CHECKING
 
 from ....formats.iq4 import IQ4_VALUES
 from ..runtime.isa import ISA
@@ -25,7 +26,9 @@ from .packed_format import (
     halves_of,
     register,
 )
-from .stored_rows import StoredRows
+
+if TYPE_CHECKING:
+    from ..simd.stored_rows import StoredRows
 
 _RUN = 32
 

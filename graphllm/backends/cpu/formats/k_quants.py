@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ..simd.emitter import VECTOR, Emitter, Value
 from .bit_layout import FIVE_BITS, FOUR_BITS, SIX_BITS, THREE_BITS, TWO_BITS, byte_bits
@@ -39,7 +40,9 @@ from .packed_format import (
     halves_of,
     register,
 )
-from .stored_rows import StoredRows
+
+if TYPE_CHECKING:
+    from ..simd.stored_rows import StoredRows
 
 _SIXES = 0x30303030  # the top two bits of six in each of four bytes
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ..runtime.isa import ISA
 from ..simd.emitter import LANES, SIGN_BITS, Emitter, Value
 from .bit_layout import EIGHT_BITS, FIVE_BITS, FOUR_BITS, byte_bits
 from .encoder import BlockEncoder, runs_of_32
 from .packed_format import Block32, Field, register
-from .stored_rows import StoredRows
+
+if TYPE_CHECKING:
+    from ..simd.stored_rows import StoredRows
 
 _RUN = 32
 

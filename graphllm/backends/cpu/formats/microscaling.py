@@ -6,6 +6,7 @@ A block of a tile: 4 vectors of nibbles and 16 bytes of exponents.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ....formats.microscaling import MXFP4_VALUES
 from ..runtime.lazy_numba import ir
@@ -13,7 +14,9 @@ from ..simd.emitter import F32S, I8, I32, LANES, Emitter, Value
 from .encoder import BlockEncoder, runs_of_32
 from .iq4 import CodebookBlock
 from .packed_format import Codebook, Field, register
-from .stored_rows import StoredRows
+
+if TYPE_CHECKING:
+    from ..simd.stored_rows import StoredRows
 
 _RUN = 32
 

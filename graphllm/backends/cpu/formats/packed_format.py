@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from .... import formats
 from ....graph.dtype import DTYPES
@@ -27,7 +27,9 @@ from ..runtime.lazy_numba import ir
 from ..simd.emitter import LANES, VECTOR, Emitter, Value
 from .bit_layout import BitLayout
 from .encoder import Encoder
-from .stored_rows import StoredRows
+
+if TYPE_CHECKING:
+    from ..simd.stored_rows import StoredRows
 
 HALVES = 32  # bytes of 16 float16
 NIBBLES = 0x0F0F0F0F

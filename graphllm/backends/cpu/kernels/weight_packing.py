@@ -18,7 +18,6 @@ from ....formats import quantization
 from ....graph.dtype import DType
 from ....graph.tensor import Meta
 from ..formats import BLOCK_FORMATS, FORMATS, by_code
-from ..formats.stored_rows import StoredRows
 from ..runtime.argument_block import argument_reader
 from ..runtime.atomics import advise_pages
 from ..runtime.cores import usable_cores
@@ -43,6 +42,8 @@ def pack_block(typingctx, fmt, source, stride, rows, target):
     form = by_code(fmt.literal_value)
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
+        from ..simd.stored_rows import StoredRows
+
         _, source, stride, rows, target = given
         return form.pack(StoredRows(Emitter(builder), source, stride, rows), target)
 
@@ -55,6 +56,8 @@ def check_block(typingctx, fmt, source, stride, rows, target):
     form = by_code(fmt.literal_value)
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
+        from ..simd.stored_rows import StoredRows
+
         return form.bad_scales(StoredRows(Emitter(builder), *given[1:4]))
 
     return types.int64(fmt, *[types.int64] * 4), generate

@@ -14,7 +14,6 @@ from ..kernels.weight_packing import check_scales
 from .barriers import barrier_flags, is_short
 from .cores import thread_count
 from .host_memory import allocate
-from .parallel_compiler import compile_kernels
 from .program import CompiledProgram, Launch, kernels_of
 from .thread_pool import THREAD_POOL
 
@@ -114,6 +113,8 @@ class CpuDevice:
         needed = dict.fromkeys([*kernels_of(launches), *THREAD_POOL.kernels])
         missing = [kernel for kernel in needed if not kernel.compiled and not kernel.load()]
         if missing:
+            from .parallel_compiler import compile_kernels
+
             show = partial(self.progress, "compiling kernels")
             compile_kernels(missing, self.threads, show)
         keep = (list(steps), contexts, header)

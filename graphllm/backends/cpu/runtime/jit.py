@@ -30,7 +30,6 @@ import numpy as np
 
 from ....debug import debug
 from ....env import debug_level, perf_map_enabled
-from . import perf_map
 from .kernel_cache import DiskCache, load_machine_code
 from .lazy_numba import (  # fmt: skip
     RequireLiteralValue,
@@ -164,6 +163,8 @@ class Kernel:
         self.seconds = time.perf_counter() - start
         debug(1, f"kernel {self.name}: {how}, {self.seconds:.3f} s")
         if perf_map_enabled():
+            from . import perf_map
+
             perf_map.add_symbols(self.label, functions)
 
     def __repr__(self) -> str:

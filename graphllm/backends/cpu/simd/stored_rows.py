@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..runtime.lazy_numba import ir
-from ..simd.emitter import I16, I32, I64, LANES, Emitter, Value
-from ..simd.vectors import vector
+from .emitter import I16, I32, I64, LANES, Emitter, Value
+from .vectors import vector
 
 _QUAD = 16  # bytes of the four words that are loaded at once
 
