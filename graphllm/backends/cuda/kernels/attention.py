@@ -20,7 +20,7 @@ from .. import BACKEND
 from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext
 from ..runtime.source import Module, module
-from ..runtime.work import Launch, ceil
+from ..runtime.work import MOSTLY_CACHE, Launch, ceil
 from .quantize import HALVES, quantise, target, unit
 
 _ARGUMENT = ArgumentStruct("attention.cuh", "Attention")
@@ -210,7 +210,8 @@ def _merge(ctx: KernelContext, arg: bytes, rows: int, result: bytes, step: int) 
     made = _merge_module(width, rows)
     vector = int(dict(made.defines)["VECTOR"])  # results of a thread
     grid = (rows, ceil(heads * width, 256 * vector))
-    return Launch(made[f"merge_{step}"], grid, (256,), (arg, result))
+    args = (arg, result)
+    return Launch(made[f"merge_{step}"], grid, (256,), args, shared_percent=MOSTLY_CACHE)
 
 
 def _resident(node: Tensor) -> int:
@@ -232,7 +233,8 @@ def _decode(ctx: KernelContext, room: int, result: bytes, step: int) -> list[Lau
     arg = _argument(ctx, 0, room, slots, queries, fine=blocks, rows=rows)
     grid = (min(rows * slots * groups, blocks),)
     kernel = _decode_module(_kind(node), depth, _has_logit_bias(node))["attend"]
-    return [Launch(kernel, grid, (128,), (arg,), 12 * (rows + 1)),
+    counts = 12 * (rows + 1)  # bytes
+    return [Launch(kernel, grid, (128,), (arg,), counts, shared_percent=MOSTLY_CACHE),
             _merge(ctx, arg, rows, result, step)]  # fmt: skip
 
 

@@ -37,7 +37,7 @@ struct ValueVector {
     u32 q[OWN / 2];
     __device__ __forceinline__ void load(const u8* row, int at) {
         if (OWN == 4) {
-            uint2 two = *(const uint2*)(row + 2 * at);
+            uint2 two = load_once8(row + 2 * at);
             q[0] = two.x, q[OWN / 2 - 1] = two.y;
         } else {
             q[0] = *(const u32*)(row + 2 * at);

@@ -14,11 +14,24 @@ __device__ __forceinline__ void four_halves(u32 q, u32 d, u32* to) {
     }
 }
 
+// Load 16 or 8 bytes that no other thread reads: the L1 cache does not keep them.
+__device__ __forceinline__ uint4 load_once16(const u8* from) {
+    uint4 r;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(from));
+    return r;
+}
+__device__ __forceinline__ uint2 load_once8(const u8* from) {
+    uint2 r;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(from));
+    return r;
+}
+
 // Eight adjacent elements of a key.
 struct KeyVector {
 #if POOL == 1
     uint4 q;
-    __device__ __forceinline__ void load(const u8* row, int at) { q = *(const uint4*)(row + 2 * at); }
+    __device__ __forceinline__ void load(const u8* row, int at) { q = load_once16(row + 2 * at); }
     __device__ __forceinline__ void read(u32* to) const { to[0] = q.x, to[1] = q.y, to[2] = q.z, to[3] = q.w; }
 #else
     u32 q[2], d;

@@ -9,7 +9,7 @@ from .. import BACKEND
 from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
-from ..runtime.work import Launch, ceil
+from ..runtime.work import MOSTLY_CACHE, Launch, ceil
 from .elementwise import rows_grid
 from .rope import rotation
 
@@ -95,7 +95,7 @@ def rope_write(ctx: KernelContext) -> Launch:
         early = [ref for ref in map(ctx.op, ("factors", "q_norm", "k_norm")) if ref is not None]
         return Launch(
             kernel, (rows, blocks), (32 * _WARPS,), (*args, *more),
-            prefetches=early,
+            prefetches=early, shared_percent=MOSTLY_CACHE,
         )  # fmt: skip
     threads = min(256, 32 * ceil(width, 32))
     last = (width, eps, rotation(ctx, width))

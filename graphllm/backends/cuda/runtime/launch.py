@@ -181,6 +181,9 @@ class Gpu:
             have = driver.funcGetAttribute(what, function.ptr)
             if have < launch.shared:
                 driver.funcSetAttribute(function.ptr, what, launch.shared)
+        if launch.shared_percent >= 0:
+            carveout = driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            driver.funcSetAttribute(function.ptr, carveout, launch.shared_percent)
         return PreparedLaunch(launch, function.ptr, self)
 
     def transfer(self, source: int, target: int, nbytes: int, to_host: bool) -> None:

@@ -11,6 +11,10 @@ from .source import Function
 # An argument of a kernel: an address or an integer, a float32, or bytes (a struct by value).
 Arg = int | float | bytes
 
+# `Launch.shared_percent` of kernels with many loads in flight, which need room in the L1 cache: 64
+# of the 256 KB of a multiprocessor of capability 9.0 are enough shared memory for them.
+MOSTLY_CACHE = 28
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -27,6 +31,9 @@ class Launch:
         cluster: blocks of a cluster, along the third axis of the grid; needs capability 9.0.
         triggers_after_wait: the kernel lets its successor start only after its own wait; see
             `dependencies.Ordering`.
+        shared_percent: preferred share of shared memory in a multiprocessor's memory, in percent;
+            the rest is L1 cache. A property of the function, so all its launches state the same.
+            -1: what the driver chooses, which is often what the kernel before has chosen.
         prefetches: operands that the kernel always reads before it waits. If one of them is being
             written, the launch is made without overlap.
     """
@@ -39,6 +46,7 @@ class Launch:
     cluster: int = 1
     programmatic: bool = True
     triggers_after_wait: bool = False
+    shared_percent: int = -1
     prefetches: Sequence[OperandRef] = ()
 
 
