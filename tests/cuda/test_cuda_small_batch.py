@@ -53,3 +53,31 @@ def test_the_number_of_tokens_does_not_decide_the_order_of_sums(kind, capability
         found.add(launch.args[5])
         assert launch.cluster == (1 if capability < (9, 0) else max(found))
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("most", [16, 100])
+def test_launches_of_one_activation_run_beside_each_other(most, paper):
+    """Large clusters lead; each order of the activation has a copy of its own."""
+    device, kinds = paper((9, 0)), {"q4_k": 1024, "q8_0": 256, "q6_k": 256}
+    x = ops.quantise_act(feed("x", (Var("T", 1, most), DEPTH), "f32"), dtype="f16")
+    stored = {
+        name: Blocks(np.zeros((rows, dtype(name).row_nbytes(DEPTH)), np.uint8), dtype(name), DEPTH)
+        for name, rows in kinds.items()
+    }
+    products = {
+        name: ops.linear(x, weight(name, (rows, DEPTH), name)) for name, rows in kinds.items()
+    }
+    executor = Executor(Arrays(stored), ("cuda",))
+    executor.bind(executor.compile(products))
+    launches = [each for part in device.built[-1][1] for each in part]
+    copies = {w.args[4] for w in launches if w.function.name == "permute"}
+    products = [w for w in launches if w.function.name == "small_batch"]
+    assert [w.args[-1] for w in products] == [1, 2, 2]  # LEADS, FOLLOWS
+    assert [w.triggers_after_wait for w in products] == [True, False, False]
+    assert [w.cluster for w in products] == sorted((w.cluster for w in products), reverse=True)
+    read = {w.args[0] for w in products}
+    if most < 33:
+        assert len(read) == 1 and not copies
+    else:
+        assert read == copies and len(copies) == 2  # q6_k and q8_0 read the same order
+        assert max(copies) - min(copies) >= 2 * 128 * DEPTH

@@ -10,6 +10,7 @@
 //   CHUNK, BYTES        elements of a chunk, and its bytes in each plane (q6_k: d counts one of two)
 //   load(from)          load a chunk of a row from shared memory, and compute its scales; `from` is a
 //                       ChunkOfRow of small_batch_blocks.cuh
+//   ADJACENT            whether each half of the turns takes a half of the chunk; else every second 64 elements
 //   turn(t, v)          expand two groups: v[i] are elements 0, 1 and 2, 3 of group gamma(t, i)
 // All loops over turns are unrolled. Products and scales are rounded to f16.
 
@@ -61,6 +62,7 @@ __device__ constexpr u32 minus(int n) {
 
 // As bits of f16, 0x6400 + n is 1024 + n for n from 0 to 1023.
 struct Expansion {
+    static constexpr bool ADJACENT = true;
     u32 magic;  // 0x6400 twice, of which the compiler must not know: see small_batch_blocks.cu
 
     // Bytes 0, 1 and 2, 3 of a word as f16, less ZERO.
@@ -132,5 +134,6 @@ __device__ __forceinline__ uint4 positive(uint4 t) {
 // Two halves of 32 elements, each with its scale.
 struct Halves64 : Expansion {
     static constexpr int CHUNK = 256;
+    static constexpr bool ADJACENT = false;
     __device__ __forceinline__ static constexpr int gamma(int t, int i) { return t + 8 * i; }
 };

@@ -65,23 +65,25 @@ template <> struct Halves<IQ4_NL> : Halves32 {
 // Each thread has two sub-blocks of 32.
 template <> struct Halves<IQ4_XS> : Expansion {
     static constexpr int CHUNK = 256, BYTES[4] = {128, 8, 0, 0};
-    uint4 q[2];
-    u32 scale[2];
+    uint4 q;  // of one sub-block
+    u32 at, scale[2];
     __device__ __forceinline__ static constexpr int gamma(int t, int i) {
         return 8 * (t / 4) + t % 4 + 4 * i;
     }
     template <class P> __device__ __forceinline__ void load(const P& from) {
         magic = from.magic;
-        q[0] = from.unit(2 * from.part), q[1] = from.unit(2 * from.part + 1);
-        const u32 at = from.template plane<1>(), head[2] = {load_shared4(at), load_shared4(at + 4)};
+        at = from.unit_address(2 * from.part);
+        const u32 scales_at = from.template plane<1>();
+        const u32 head[2] = {load_shared4(scales_at), load_shared4(scales_at + 4)};
         const u32 low = head[1] >> 8 * from.part, high = head[0] >> (16 + 4 * from.part);
         const u32 s = low & 15 | (high & 3) << 4 | (low >> 4 & 15 | (high >> 2 & 3) << 4) << 8;
         const u32 scales = multiply_halves(two_bytes<32>(s), both_low(head[0]));
         scale[0] = both_low(scales), scale[1] = both_high(scales);
     }
-    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) {
+        if (t % 4 == 0) q = load_shared16(at ^ 4 * t);
         u32 values[2];
-        look_up(word(q[t / 4], t % 4), positive(iq4_values()), values[0], values[1]);
+        look_up(word(q, t % 4), positive(iq4_values()), values[0], values[1]);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             bytes<128>(values[i], v[i]);

@@ -232,7 +232,8 @@ struct HalvesOfScales : Halves64 {
         for (int i = 0; i < 2; i++) scale[i] = both(s, i), least[i] = both(m, i);
     }
     template <class P> __device__ __forceinline__ void load_nibbles(const P& from) {
-        q[0] = from.unit(2 * from.part), q[1] = from.unit(2 * from.part + 1);
+        const u32 at = from.unit_address(2 * from.part);
+        q[0] = load_shared16(at), q[1] = load_shared16(at ^ 16);
     }
     __device__ __forceinline__ void scale_all(u32 (&v)[2][2]) const {
 #pragma unroll
@@ -275,29 +276,29 @@ template <> struct Halves<Q5_K> : HalvesOfScales {
     }
 };
 
-// Each thread has a run of 32 elements of half of a block, with two scales.
+// Each thread has a run of 32 elements of half of a block, with two scales. Their second half is loaded when it
+// is needed, too.
 template <> struct Halves<Q6_K> : Expansion {
     static constexpr int CHUNK = 128, BYTES[4] = {64, 32, 8, 1};
-    uint4 q[2], high[2];
-    u32 scale[2];
+    uint4 q, high;
+    u32 at, high_at, scale[2];
     int shift, turned;
     __device__ __forceinline__ static constexpr int gamma(int t, int i) { return 2 * t + i; }
     template <class P> __device__ __forceinline__ void load(const P& from) {
         magic = from.magic;
-        const int first = from.part % 2 * 2;
-        q[0] = from.unit(first), q[1] = from.unit(first + 1), shift = from.part / 2 * 4;
-        const u32 bits = from.template plane<1>();
-        high[0] = load_shared16(bits), high[1] = load_shared16(bits + 16), turned = 4 - 2 * from.part;
+        at = from.unit_address(from.part % 2 * 2), shift = from.part / 2 * 4;
+        high_at = from.template plane<1>(), turned = 4 - 2 * from.part;
         const u32 s = load_half(from.template plane<2>(), from.part) ^ 0x8080;
         const u32 d = load_shared2(from.template plane<3>() & ~1u);
         const u32 scales = multiply_halves(two_bytes<128>(s), d | d << 16);
         scale[0] = both_low(scales), scale[1] = both_high(scales);
     }
-    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) {
+        if (t % 2 == 0) q = load_shared16(at + 8 * t), high = load_shared16(high_at + 8 * t);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int at = 2 * t % 4 + i;
-            const u32 low = word(q[t / 2], at) >> shift & 0x0f0f0f0f, bits = word(high[t / 2], at);
+            const int n = 2 * t % 4 + i;
+            const u32 low = word(q, n) >> shift & 0x0f0f0f0f, bits = word(high, n);
             bytes<32>(low | __funnelshift_l(bits, bits, turned) & 0x30303030, v[i]);
             v[i][0] = multiply_halves(v[i][0], scale[t / 2]);
             v[i][1] = multiply_halves(v[i][1], scale[t / 2]);
@@ -307,14 +308,17 @@ template <> struct Halves<Q6_K> : Expansion {
 
 // q2_k and q3_k: each thread has two runs of 32 elements, each with two scales.
 struct HalvesOfPairs : Halves64 {
-    uint4 q[2];
+    uint4 q;  // of half of the turns
+    u32 at;
     int shift;
     template <class P> __device__ __forceinline__ void load_pairs(const P& from) {
-        const int first = from.part / 2 * 2;
-        q[0] = from.unit(first), q[1] = from.unit(first + 1), shift = from.part % 2 * 4;
+        at = from.unit_address(from.part / 2 * 2), shift = from.part % 2 * 4;
+    }
+    __device__ __forceinline__ void begin_turn(int t) {
+        if (t % 4 == 0) q = load_shared16(at + 4 * t);
     }
     __device__ __forceinline__ u32 pairs(int t, int i) const {
-        return word(q[t / 4], t % 4) >> (shift + 2 * i) & 0x03030303;
+        return word(q, t % 4) >> (shift + 2 * i) & 0x03030303;
     }
 };
 
@@ -335,7 +339,8 @@ template <> struct Halves<Q2_K> : HalvesOfPairs {
             least[i] = multiply_halves(least[i], dmin);
         }
     }
-    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) {
+        begin_turn(t);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             bytes<0>(pairs(t, i), v[i]);
@@ -347,14 +352,13 @@ template <> struct Halves<Q2_K> : HalvesOfPairs {
 
 template <> struct Halves<Q3_K> : HalvesOfPairs {
     static constexpr int BYTES[4] = {64, 32, 12, 2};
-    uint4 third[2];  // bit 4 half + r belongs to run r
+    uint4 third;  // bit 4 half + r belongs to run r
     int bit;
-    u32 scale[2];
+    u32 third_at, scale[2];
     template <class P> __device__ __forceinline__ void load(const P& from) {
         magic = from.magic;
         load_pairs(from);
-        const u32 bits = from.template plane<1>();
-        third[0] = load_shared16(bits), third[1] = load_shared16(bits + 16), bit = 2 * from.part;
+        third_at = from.template plane<1>(), bit = 2 * from.part;
         const u32 scales = from.template plane<2>();
         const int half = from.part / 2, odd = from.part % 2;
         const u32 low = load_shared4(scales + 4 * odd) >> 4 * half & 0x0f0f0f0f;
@@ -364,10 +368,12 @@ template <> struct Halves<Q3_K> : HalvesOfPairs {
 #pragma unroll
         for (int i = 0; i < 2; i++) scale[i] = multiply_halves(scale[i], d | d << 16);
     }
-    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) {
+        begin_turn(t);
+        if (t % 4 == 0) third = load_shared16(third_at + 4 * t);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const u32 bits = word(third[t / 4], t % 4) >> (bit + i) & 0x01010101;
+            const u32 bits = word(third, t % 4) >> (bit + i) & 0x01010101;
             bytes<4>(pairs(t, i) | bits << 2, v[i]);
             const u32 s = both(scale[i], t / 4);
             v[i][0] = multiply_halves(v[i][0], s), v[i][1] = multiply_halves(v[i][1], s);

@@ -121,7 +121,8 @@ def gated(ctx: KernelContext) -> list[Work]:
     ):
         pair = [replace(jobs[0], out=forms[0]), jobs[1]]
         if jobs[0].w.dtype.quantised:
-            return [*small_batch_blocks.blocks(ctx, pair, ctx.scratch + 2 * size, act, gated=True)]
+            room = ctx.scratch + 2 * size
+            return [*small_batch_blocks.blocks(ctx, [pair], room, act, gated=True)]
         return [small_batch.small_batch(ctx, pair, act, gated=True)]
     finish = gated_unit if meta.dtype == F32 else gated_halves
     return [*launches(ctx, jobs, ctx.scratch + 2 * size), finish(ctx, *results)]

@@ -19,6 +19,8 @@ from ..runtime.source import module
 from ..runtime.work import HostCall, Launch, Work, ceil
 from .weight_packing import item_elements, planes
 
+MAX_BLOCK_TOKENS = 128  # tokens of a thread block of small_batch_blocks.cu
+
 PLAIN = ("f32", "f16", "bf16")
 _PLANES = ArgumentStruct("formats.cuh", "Planes")
 _TILE = 128 << 20  # bytes of dequantized weights at a time
@@ -158,10 +160,15 @@ def _in_tiles(ctx: KernelContext, job: Job, workspace: int) -> list[Work]:
     return work
 
 
+def permuted_nbytes(tokens: int, depth: int) -> int:
+    """Bytes of an activation that permute_activations.cu has stored: whole chunks, whole blocks."""
+    return 2 * ceil(tokens, MAX_BLOCK_TOKENS) * MAX_BLOCK_TOKENS * ceil(depth, 256) * 256
+
+
 def workspace_nbytes(*pairs: tuple[Tensor | None, Tensor | None]) -> int:
     """Bytes of workspace for one step's linears, given as (activation, weight).
 
-    It holds dequantized weights, or a permuted activation whose rows are padded to whole chunks.
+    It holds dequantized weights, or permuted activations, of which each weight may need its own.
     """
     total = most = 0
     for x, w in pairs:
@@ -171,5 +178,5 @@ def workspace_nbytes(*pairs: tuple[Tensor | None, Tensor | None]) -> int:
         rows, depth = w.meta.bound().shape
         assert isinstance(rows, int) and isinstance(depth, int)
         total += _dequantized_nbytes(rows, depth)
-        most = max(most, 2 * KernelContext.upper_bound(x.meta.rows) * ceil(depth, 256) * 256)
+        most += permuted_nbytes(KernelContext.upper_bound(x.meta.rows), depth)
     return max(min(total, _TILE), most)

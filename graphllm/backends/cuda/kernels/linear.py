@@ -34,6 +34,7 @@ from .quantize import HALVES
 from .weight_packing import PACK, PLANES, item_elements
 
 MAX_F32_TOKENS = 8  # tokens up to which float32 weights are multiplied by gemv.cu
+_NARROW_F32 = (256, 64)  # rows up to which it multiplies more tokens: routers of mixtures
 MAX_FLOAT_TOKENS = 16  # tokens up to which block weights multiply float32 activations
 WARPS = 4  # of a block of gemv_unaligned.cu and experts_gemv.cu
 _WARPS_PER_ROW, _BUSY_WARPS = (1, 2, 4), 20  # choices; warps that keep a multiprocessor busy
@@ -149,7 +150,8 @@ def few_tokens(
     if w.dtype.quantised:
         most = MAX_FLOAT_TOKENS if not integer else MAX_TOKENS if narrow else 1
     else:
-        most = MAX_F32_TOKENS if w.dtype == F32 else 1
+        few_f32 = _NARROW_F32[1] if rows <= _NARROW_F32[0] else MAX_F32_TOKENS
+        most = few_f32 if w.dtype == F32 else 1
     return KernelContext.upper_bound(x.meta.rows) <= most
 
 
@@ -172,7 +174,8 @@ def launches(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Wo
             kind = job.w.dtype.name if few else "gemm"
         groups.setdefault((job.x.address, kind), []).append(job)
     work: list[Work] = []
-    for (_, kind), own in groups.items():
+    blocks: dict[int, list[list[Job]]] = {}  # by activation
+    for (x, kind), own in groups.items():
         if kind == "gemm":
             work += gemms(ctx, own, workspace)
             continue
@@ -181,9 +184,11 @@ def launches(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Wo
             if kind == "small_batch":
                 work.append(small_batch.small_batch(ctx, some))
             elif kind.startswith("blocks of"):
-                work += small_batch_blocks.blocks(ctx, some, workspace)
+                blocks.setdefault(x, []).append(some)
             else:
                 work.append(gemv(ctx, some))
+    for some_groups in blocks.values():
+        work += small_batch_blocks.blocks(ctx, some_groups, workspace)
     return work
 
 

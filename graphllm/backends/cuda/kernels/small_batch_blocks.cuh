@@ -54,6 +54,11 @@ __device__ __forceinline__ u32 row_bytes(int i, int k) {
     return WHOLE ? (u32)k / CHUNK * bytes_of(i) : (u32)k / 32 * (bytes_of(i) / (CHUNK / 32));
 }
 
+// Whether rows 8 apart start equally far from a multiple of 16 bytes, whatever the depth.
+__device__ constexpr bool equal_starts(int i) {
+    return (WHOLE ? 256 / CHUNK * bytes_of(i) : bytes_of(i) / (CHUNK / 32)) % 2 == 0;
+}
+
 // A chunk of a row in shared memory, as Halves load it. A thread has rows `group` and `group` + 8 of its
 // warp's.
 struct ChunkOfRow {
@@ -66,8 +71,8 @@ struct ChunkOfRow {
     u32 magic;  // see Expansion
 
     __device__ __forceinline__ u32 unit_address(int u) const {  // of the first plane, see unit_at
-        const u32 offset = at[0] + 16 * u + second * 128 * units_of(0);
-        return w + (units_of(0) == 8 ? offset ^ at[0] / 8 % 32 : offset);
+        const u32 offset = at[0] + 16 * u;
+        return w + (units_of(0) == 8 ? offset ^ at[0] / 8 % 32 : offset) + second * 128 * units_of(0);
     }
     __device__ __forceinline__ uint4 unit(int u) const { return load_shared16(unit_address(u)); }
     template <int I> __device__ __forceinline__ u32 plane() const {
@@ -152,28 +157,4 @@ struct ActivationSource {
     }
     // Go on with the next chunk.
     __device__ __forceinline__ void advance() { next = at += 2 * CHUNK, left -= CHUNK; }
-};
-
-// The same for tokens that permute_activations.cu has stored in the order of Halves, 16 bytes at a time.
-struct PermutedSource {
-    static constexpr int UNITS = CHUNK / 8, TOGETHER = WARP / UNITS;  // tokens that a warp copies at a time
-    static constexpr int COPIES = TOKENS / (WARPS * TOGETHER);
-    const u8* at;  // what the lane copies first of the next chunk
-    u32 stride, place;
-    int left;  // tokens from the lane's first one on
-
-    __device__ __forceinline__ PermutedSource(const u8* x, i64 stride, int count, int, int chunk)
-        : stride(WARPS * TOGETHER * (u32)stride) {
-        const int lane = threadIdx.x % WARP, unit = lane % UNITS;
-        const int first = threadIdx.x / WARP * TOGETHER + lane / UNITS;
-        at = x + first * stride + 2 * CHUNK * (i64)chunk + 16 * unit;
-        left = count - first;
-        place = kept((unit / 8 * TOKENS + first) * 128 + 16 * (unit % 8 ^ first % 8));
-    }
-    // Make copy number n of the next chunk, to the chunk `to`.
-    __device__ __forceinline__ void copy(u32 to, int n) {
-        constexpr int STEP = WARPS * TOGETHER;
-        if (n * STEP < left) copy_shared16(to + place + n * STEP * 128, at + (u64)n * stride);
-    }
-    __device__ __forceinline__ void advance() { at += 2 * CHUNK; }
 };
