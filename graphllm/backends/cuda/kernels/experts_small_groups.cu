@@ -16,7 +16,6 @@
 #define THREADS (WARP * WARPS)
 #define SIDE (16 * WARPS)
 #define ROWS (GATED ? SIDE / 2 : SIDE)  // rows of the result
-#define CHUNK 2048                      // elements of a row of x in shared memory
 #define UNITS (CHUNK / 8)               // of eight halves
 #define UNIT 64.f
 #define TILES (TOKENS / 8)

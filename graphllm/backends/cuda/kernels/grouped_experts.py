@@ -29,7 +29,7 @@ _TILE_ROWS, _TILE_DEPTH = 128, 64  # of a block of experts_gemm.cu
 _GROUP_SIZES, _SMALL_GROUP_LOAD = (32, 128), 24
 # experts_small_groups.cu: average pairs of a matrix up to which it is used, pairs that a block
 # multiplies at a time, its warps, and elements of a row in shared memory.
-_SMALL_LOAD, _SMALL_TOKENS, _SMALL_WARPS, _SMALL_DEPTH = 8, 16, 8, 2048
+_SMALL_LOAD, _SMALL_TOKENS, _SMALL_WARPS, _SMALL_DEPTH = 8, 40, 8, 1024
 _COUNTERS = 8192  # in shared memory, of the kernel `group`
 
 # ------------------------------------------------------------------------------------------ sizes
@@ -103,6 +103,7 @@ def _small_groups_module(kind: DType, gated: bool = False) -> Module:
         "experts_small_groups",
         FORMAT=kind.name.upper(),
         TOKENS=_SMALL_TOKENS,
+        CHUNK=_SMALL_DEPTH,
         WARPS=_SMALL_WARPS,
         GATED=int(gated),
     )
