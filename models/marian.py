@@ -36,9 +36,7 @@ def sinusoids(positions: np.ndarray, width: int) -> np.ndarray:
 
 def config(keys: Keys) -> EncoderDecoderConfig:
     keys.require("share_encoder_decoder_embeddings", True)
-    keys.require("static_position_embeddings", True)
     keys.require("decoder_vocab_size", keys.positive("vocab_size"))
-    keys.ignore("add_bias_logits", "extra_pos_embeddings")
     found = bart_config(keys, pre_norm=False, embed_norm=False)
     if found.context > MAX_POSITIONS:  # the tables are not in the file
         raise keys.error("max_position_embeddings", f"= {found.context}: at most {MAX_POSITIONS}")

@@ -24,7 +24,9 @@ def HF(config: EncoderDecoderConfig) -> tuple[WeightRule, ...]:
         WeightRule(a.bias_name, path.format(side), BiasByDistance(a.bias_reach, a.bias_buckets, b))
         for side, a, b in sides
     )
-    return *biases, *(WeightRule("", f"{side}.embed_tokens.weight") for side, *_ in sides)
+    unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    copies = (f"{side}.embed_tokens.weight" for side, *_ in sides)
+    return *biases, *(WeightRule("", name) for name in (unused, *copies))
 
 
 def config(keys: Keys) -> EncoderDecoderConfig:

@@ -23,7 +23,9 @@ LOGITS_BIAS = "final_logits_bias"
 SIDES = ("encoder", "decoder")
 UNUSED = (
     "dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop", "init_std",
-    "gradient_checkpointing", "force_bos_token_to_be_generated", "classif_dropout",
+    "gradient_checkpointing", "force_bos_token_to_be_generated", "classif_dropout", "prefix",
+    # Of older versions; transformers does not read them, and the model's family implies them.
+    "static_position_embeddings", "extra_pos_embeddings", "add_bias_logits", "save_step",
 )  # fmt: skip
 
 
@@ -111,7 +113,7 @@ def bart_rules(offset: int | None = None) -> tuple[WeightRule, ...]:
     """
     tables = {side: f"model.{side}.embed_positions.weight" for side in SIDES}
     if offset is None:
-        positions = [WeightRule("", name) for name in tables.values()]
+        positions = [WeightRule("", n + s) for n in tables.values() for s in ("", "s")]
     else:
         views = (lambda table: table[offset:], lambda table: _one_before(table, offset))
         positions = [WeightRule(n, n, Rows(v)) for n, v in zip(tables.values(), views, strict=True)]

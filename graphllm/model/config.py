@@ -320,4 +320,4 @@ class EncoderDecoderConfig(DecoderConfig):
     """
 
     encoder: EncoderConfig | None = None
-    logits_bias: str = ""  # name of a weight [vocab] that is added to the logits; "": none
+    logits_bias: str = ""  # name of a weight [vocab] that is added to the logits if the file has it

@@ -133,4 +133,6 @@ class EncoderDecoder(Decoder):
     def head(self, x: Tensor) -> Tensor:
         """Apply the final norm, the output head and its bias: x [N, dim] -> logits [N, vocab]."""
         logits, bias = super().head(x), self.cfg.logits_bias
-        return ops.add(logits, self.vector(bias, self.cfg.vocab, root=True)) if bias else logits
+        if self.weights.meta(bias) is None:
+            return logits
+        return ops.add(logits, self.vector(bias, self.cfg.vocab, root=True))

@@ -11,6 +11,7 @@ import hf_models
 import numpy as np
 import pytest
 from doc_examples import DOCS
+from safetensors.numpy import load_file, save_file
 from translation_tokenizers import from_transformers, marian
 from typer.testing import CliRunner
 
@@ -222,6 +223,42 @@ def test_wrong_requests(tmp_path):
             with pytest.raises(RequestError, match=text):
                 wrong()
         assert llm.generate([5, 1], max_tokens=2).text == ""  # there is no tokenizer
+
+
+# Keys of published configurations that transformers' classes do not write.
+PUBLISHED = {
+    "bart": {"add_bias_logits": False, "add_final_layer_norm": False, "classif_dropout": 0.0,
+             "extra_pos_embeddings": 2, "normalize_before": False, "normalize_embedding": True,
+             "num_hidden_layers": 2, "prefix": " ", "static_position_embeddings": False,
+             "force_bos_token_to_be_generated": True, "no_repeat_ngram_size": 3},
+    "marian": {"add_bias_logits": False, "add_final_layer_norm": False, "num_beams": 6,
+               "extra_pos_embeddings": 131, "normalize_before": False, "max_length": 512,
+               "normalize_embedding": False, "static_position_embeddings": True},
+    "pegasus": {"normalize_before": True, "normalize_embedding": False, "length_penalty": 0.8,
+                "add_final_layer_norm": True, "static_position_embeddings": True},
+    "m2m_100": {"max_length": 200, "num_beams": 5},
+    "t5": {"n_positions": 512, "output_past": True, "task_specific_params": {"a": {"b": 1}}},
+}  # fmt: skip
+
+
+UNUSED_TENSORS = {
+    "t5": ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+           "encoder.embed_tokens.weight"),
+    "m2m_100": ("model.decoder.embed_positions.weights", "model.encoder.embed_tokens.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_of_published_configurations(name, tmp_path):
+    write(tmp_path, name)
+    path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **PUBLISHED[name]}))
+    tensors = load_file(file)
+    tensors |= {each: np.zeros((3, 2), np.float32) for each in UNUSED_TENSORS.get(name, ())}
+    tensors["lm_head.weight"] = tensors["shared.weight" if name == "t5" else "model.shared.weight"]
+    save_file(tensors, file)
+    with load(tmp_path) as llm:
+        assert llm.generate([5, 1], max_tokens=2, temperature=0).prompt_ids[:2] == [5, 1]
 
 
 def test_logits_that_are_not_finite(tmp_path):
