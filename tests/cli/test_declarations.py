@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from inspect import Parameter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -62,8 +63,11 @@ def command_line(verb: Verb, rng: random.Random) -> list[str]:
             words.append(f"{rng.choice(declared.flags)}={value}")
         else:
             words += [rng.choice(declared.flags), value]
-    arguments = sum(not get_args(each.annotation)[1].flags for each in verb.parameters)
-    return [*words, *["model"] * arguments] if rng.random() < 0.7 else words
+    for each in verb.parameters:
+        flags = get_args(each.annotation)[1].flags
+        if rng.random() < 0.7 and each.default is Parameter.empty:
+            words += [*flags[:1], "model"]
+    return words
 
 
 @pytest.mark.parametrize("name", NAMES)
