@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from .. import ops
 from ..errors import RequestError, UnusedTensors
@@ -26,7 +27,6 @@ from .config import (
     Norm,
     Rope,
 )
-from .mla import mla_attention
 from .moe import moe_mlp
 
 __all__ = [
@@ -52,7 +52,12 @@ class Decoder(DecoderBlocks):
 
     `build` makes the graph of one step, without sampling. Its outputs are ``logits`` [N, vocab],
     and ``kv.*``, the updated KV pools, which are enough for a prefill chunk.
+
+    Attributes:
+        kind: "decoder", "encoder" or "encoder-decoder".
     """
+
+    kind: ClassVar[str] = "decoder"
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -168,6 +173,8 @@ class Decoder(DecoderBlocks):
         """Attention of layer ``i``: x [T, dim] -> [T, dim]."""
         c, n = self.cfg.attention, self.cfg.names
         if c.mla:
+            from .mla import mla_attention  # few families need it
+
             return mla_attention(self, x, i, batch)
         q, k, v = self.qkv(x)
         if c.qk_norm == "row":

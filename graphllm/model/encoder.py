@@ -5,6 +5,8 @@ A model file fills in an `EncoderConfig`, and overrides the methods in which its
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from .. import ops
 from ..errors import UnusedTensors
 from ..graph.tensor import Tensor, Var, feed, scope
@@ -43,8 +45,11 @@ class Encoder(Blocks):
     """Bidirectional transformer that an `EncoderConfig` describes, with or without a head.
 
     Attributes:
+        kind: "decoder", "encoder" or "encoder-decoder".
         cfg: the model's configuration.
     """
+
+    kind: ClassVar[str] = "encoder"
 
     def __init__(self, cfg: EncoderConfig, weights: Weights) -> None:
         super().__init__(cfg, weights)

@@ -42,6 +42,7 @@ class EncoderDecoder(Decoder):
         encoder: the encoder.
     """
 
+    kind = "encoder-decoder"
     cfg: EncoderDecoderConfig
 
     def __init__(self, cfg: EncoderDecoderConfig, weights: Weights) -> None:

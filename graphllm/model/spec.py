@@ -133,21 +133,17 @@ class ModelSpec:
     @property
     def is_encoder(self) -> bool:
         """Whether the model is a bidirectional encoder, not a decoder."""
-        from .encoder import Encoder
-
-        return issubclass(self.model, Encoder)
+        return self.model.kind == "encoder"
 
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether the model has an encoder for sources and a decoder."""
-        from .encoder_decoder import EncoderDecoder
-
-        return issubclass(self.model, EncoderDecoder)
+        return self.model.kind == "encoder-decoder"
 
     @property
     def is_decoder(self) -> bool:
         """Whether the model is a decoder only."""
-        return not (self.is_encoder or self.is_encoder_decoder)
+        return self.model.kind == "decoder"
 
     def check_decoder(self, where: object, with_encoder: bool = False) -> None:
         """Raise RequestError, which begins with ``where``, unless the model is a decoder.
