@@ -116,7 +116,7 @@ def numpy_layout(meta: Meta) -> tuple[tuple[int, ...], tuple[int, ...], np.dtype
     shape: tuple[Any, ...] = meta.shape
     if meta.dtype.numpy is not None:
         return shape, meta.strides, meta.dtype.numpy
-    wide = (*shape[:1], meta.dtype.row_nbytes(prod(shape[1:])))
+    wide = (shape[0], prod(shape[1:-1]) * meta.dtype.row_nbytes(shape[-1]))
     return wide, (*meta.strides[:1], 1), np.dtype(np.uint8)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..graph.tensor import Meta
 from ..weights import Weights
 from .checkpoint import Checkpoint
-from .quantize_on_load import QuantizedWeights, routers
+from .quantize_on_load import QuantizedWeights, kept_as_stored
 
 if TYPE_CHECKING:
     from ..model.config import DecoderConfig
@@ -62,7 +62,7 @@ def quantized_checkpoint(file: Checkpoint, kind: str) -> Checkpoint:
     """
 
     def change(weights: Weights, spec: ModelSpec, config: DecoderConfig) -> Weights:
-        return QuantizedWeights(weights, kind, routers(config))
+        return QuantizedWeights(weights, kind, kept_as_stored(config, kind))
 
     return cast(Checkpoint, _ChangedCheckpoint(file, change))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RequestError
-from ..formats import BLOCK_FORMATS
+from ..formats import BLOCK_FORMATS, ROW_FORMATS, fallback_of
 from ..graph.dtype import DTYPES, DType
 
 
@@ -90,7 +90,7 @@ SHAPES = {
     ),
 }  # fmt: skip
 MIX = "q4_k_m"  # llama.cpp's mix of q4_k and q6_k
-TYPES = (MIX, *BLOCK_FORMATS, "f16", "bf16", "f32")
+TYPES = (MIX, *BLOCK_FORMATS, *ROW_FORMATS, "f16", "bf16", "f32")
 # `general.file_type` -> name of the format of most matrices (llama.cpp, `llama_ftype`).
 FILE_TYPES: dict[int, str] = {0: "F32", 1: "F16", 32: "BF16"}
 for _form in BLOCK_FORMATS.values():
@@ -215,7 +215,7 @@ def _matrix(name: str, rows: int, columns: int, kind: str, experts: int = 0) -> 
     """Return the entry of a matrix, or of one matrix per expert."""
     form = DTYPES["q4_k" if kind == MIX else kind]
     if columns % form.block:
-        form = DTYPES[BLOCK_FORMATS[form.name].fallback or "f16"]
+        form = fallback_of(form) or DTYPES["f16"]
     if columns % form.block:
         form = DTYPES["f16"]
     axes = (experts,) if experts else ()

@@ -14,7 +14,7 @@ from .. import backends as registry
 from .. import ops
 from ..backends import Backend, Bound, Device, Header, Kernel, Operand, Options
 from ..errors import GraphllmError, ModelFileError, PlacementError, RequestError, quote
-from ..formats import BLOCK_FORMATS, WEIGHT_FORMATS
+from ..formats import ROW_FORMATS, WEIGHT_FORMATS, fallback_of
 from ..formats.quantization import Blocks
 from ..graph.dtype import DTYPES, DType
 from ..graph.tensor import Meta, Tensor, weight
@@ -31,10 +31,18 @@ _CHECKED = 1 << 18  # floats checked for infinity and NaN at once
 EXPONENT = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}  # bits of infinity and NaN
 
 
-def routers(config: ModelConfig) -> Callable[[str], bool]:
-    """Return whether a weight is a router, which is small, and sensitive to rounding."""
-    suffix = f".{config.names.router}.weight"
-    return lambda name: name.endswith(suffix)
+def kept_as_stored(config: ModelConfig, kind: str) -> Callable[[str], bool]:
+    """Return whether a weight is not converted to the format ``kind``.
+
+    Routers are small, and sensitive to rounding. The embedding and the output head are not
+    converted to row formats, as in published W8A8 and FP8 checkpoints.
+    """
+    names = config.names
+    suffixes = [names.router]
+    if kind in ROW_FORMATS:
+        suffixes += [names.embed, names.head]
+    ends = tuple(f".{suffix}.weight" for suffix in suffixes)
+    return lambda name: f".{name}".endswith(ends)
 
 
 class QuantizedWeights:
@@ -95,8 +103,7 @@ class QuantizedWeights:
 
     def _fallback(self) -> DType:
         """Return the format of matrices whose rows are not whole blocks of ``kind``."""
-        form = BLOCK_FORMATS.get(self.kind.name)
-        return DTYPES[form.fallback] if form and form.fallback else self.kind
+        return fallback_of(self.kind) or self.kind
 
     @staticmethod
     def _is_matrix(name: str, stored: Meta) -> bool:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ..formats import ROW_FORMATS
 from ..formats.quantization import quantise
 from ..graph.dtype import DType
+from ..graph.tensor import Meta
 from ..weights.mapped_file import TensorInfo
 from .gguf import GgufCheckpoint
 from .model_shapes import ModelShape, metadata, model_shape, tensors
@@ -16,7 +18,7 @@ from .model_shapes import ModelShape, metadata, model_shape, tensors
 _SPREAD = 0.02  # standard deviation of the weights, typical of initialisation
 # Number of random blocks that a tensor repeats, by elements of a block. Primes shift the pattern
 # from row to row: with equal rows in the head many tokens would tie in probability.
-_PATTERN = {1: 1_048_573, 32: 32_749, 256: 4_093}
+_PATTERN = {1: 1_048_573, 32: 32_749, 128: 8_191, 256: 4_093}
 
 
 class RandomCheckpoint(GgufCheckpoint):
@@ -40,10 +42,10 @@ class RandomCheckpoint(GgufCheckpoint):
         self.version = 3
         self.metadata = metadata(sizes, name, kind)
         self.tensors = {
-            name: TensorInfo(name, dims, form, form.row_nbytes(math.prod(dims)), 0)
+            name: TensorInfo(name, dims, form, Meta.of(dims, form).nbytes, 0)
             for name, dims, form in tensors(sizes, kind)
         }
-        self._bytes: dict[DType, np.ndarray] = {}
+        self._bytes: dict[tuple[DType, int], np.ndarray] = {}
 
     def raw(self, name: str) -> np.ndarray:
         """Return the tensor's bytes, uint8 [rows, row_bytes]. ModelFileError if it is missing."""
@@ -52,16 +54,21 @@ class RandomCheckpoint(GgufCheckpoint):
             value = 0.01 if name.endswith(".bias") else 1.0
             found = np.full(info.shape, value, np.float32).view(np.uint8)
         else:
-            found = self._stored(info.dtype)[: info.nbytes]
+            found = self._stored(info)[: info.nbytes]
         found.flags.writeable = False
         return found.reshape(math.prod(info.shape[:-1]), -1)
 
-    def _stored(self, form: DType) -> np.ndarray:
-        """Return the bytes of the largest matrix of the format."""
-        if form not in self._bytes:
-            most = max(t.nbytes for t in self.tensors.values() if t.dtype == form)
-            self._bytes[form] = np.resize(random_bytes(form), most)
-        return self._bytes[form]
+    def _stored(self, info: TensorInfo) -> np.ndarray:
+        """Return the bytes of the largest matrix of the format; of a row format, of those with
+        rows of the same length."""
+        form, columns = info.dtype, info.shape[-1] if info.dtype.name in ROW_FORMATS else 0
+        if (form, columns) not in self._bytes:
+            own = [t for t in self.tensors.values() if t.dtype == form]
+            own = [t for t in own if columns in (0, t.shape[-1])]
+            most = max(t.nbytes for t in own)
+            pattern = random_rows(form, columns) if columns else random_bytes(form)
+            self._bytes[form, columns] = np.resize(pattern, most)
+        return self._bytes[form, columns]
 
     def release(self, name: str) -> None:
         """Do nothing: the bytes are shared."""
@@ -77,3 +84,10 @@ def random_bytes(form: DType, seed: int = 0) -> np.ndarray:
     if form.numpy is not None:
         return values.astype(form.numpy).view(np.uint8)
     return quantise(values.reshape(-1, form.block), form).reshape(-1)
+
+
+def random_rows(form: DType, columns: int) -> np.ndarray:
+    """Return normally distributed weights in a row format, uint8 of rows of ``columns``."""
+    rows = -(-form.block * _PATTERN[form.block] // columns)
+    values = np.random.default_rng(0).standard_normal((rows, columns), np.float32)
+    return quantise(values * np.float32(_SPREAD), form).reshape(-1)

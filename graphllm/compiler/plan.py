@@ -47,9 +47,9 @@ class Step:
 
     @property
     def integer(self) -> bool:
-        """Whether it multiplies quantised activations by quantised weights."""
-        others = (s for s in self.node.sources if s.base.op != WEIGHT)
-        return any(k.quantised for k in self._matrices()) and any(s.dtype.quantised for s in others)
+        """Whether it multiplies int8 activations by quantised weights."""
+        kinds = (s.dtype.name for s in self.node.sources if s.base.op != WEIGHT)
+        return any(k.quantised for k in self._matrices()) and any(k[:3] == "a8_" for k in kinds)
 
     def _matrices(self) -> list[DType]:
         sources = self.node.sources

@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import GraphError, ModelFileError
 from ..graph.dtype import DType
 from .block_format import BLOCK_FORMATS, BlockFormat
+from .row_format import ROW_FORMATS
 
 F32 = np.float32
 Array = np.ndarray
@@ -28,14 +29,19 @@ def dequantise(raw: Array, dtype: DType) -> Array:
     Bit-equal to ggml's scalar code. GraphError if the bytes are not whole blocks or the format is
     not declared.
     """
-    if raw.dtype != np.uint8 or raw.ndim == 0 or raw.shape[-1] % dtype.nbytes:
+    if raw.dtype != np.uint8 or raw.ndim == 0 or (raw.shape[-1] - dtype.tail) % dtype.nbytes:
         raise GraphError(f"{raw.dtype} {raw.shape} is not whole {dtype} blocks of {dtype.nbytes} B")
     if dtype.name == "bf16":  # bit shift instead of ml_dtypes: keeps NaN payloads, and is faster
         return (np.ascontiguousarray(raw).view("<u2").astype(np.uint32) << 16).view(F32)
     if dtype.numpy is not None:
         return np.ascontiguousarray(raw).view(dtype.numpy.newbyteorder("<")).astype(F32)
+    if dtype.name in ROW_FORMATS:
+        rows = np.ascontiguousarray(raw).reshape(-1, raw.shape[-1])
+        with np.errstate(all="ignore"):
+            values = ROW_FORMATS[dtype.name].decode(rows)
+        return values.reshape(*raw.shape[:-1], values.shape[1])
     if dtype.name not in BLOCK_FORMATS:
-        known = ", ".join(BLOCK_FORMATS)
+        known = ", ".join((*BLOCK_FORMATS, *ROW_FORMATS))
         raise GraphError(f"no dequantise formula for {dtype}; known: {known}")
     form = BLOCK_FORMATS[dtype.name]
     blocks = np.ascontiguousarray(raw).reshape(-1).view(form.layout)
@@ -57,8 +63,11 @@ def quantise(x: Array, dtype: DType) -> Array:
     row_bytes = dtype.row_nbytes(x.shape[1])
     if dtype.name in ("f32", "f16", "bf16"):
         return x.astype(dtype.numpy).view(np.uint8)
+    if dtype.name in ROW_FORMATS:
+        return ROW_FORMATS[dtype.name].encode(x)
     if dtype.name not in BLOCK_FORMATS:
-        raise GraphError(f"no quantiser for {dtype}; known: {', '.join(BLOCK_FORMATS)}")
+        known = ", ".join((*BLOCK_FORMATS, *ROW_FORMATS))
+        raise GraphError(f"no quantiser for {dtype}; known: {known}")
     with np.errstate(all="ignore"):  # values next to zero, and scales beyond the range of float16
         return _encoded(x, BLOCK_FORMATS[dtype.name]).reshape(x.shape[0], row_bytes)
 
@@ -73,8 +82,12 @@ def _encoded(x: Array, form: BlockFormat) -> Array:
 
 
 def check_scales(raw: Array, dtype: DType) -> None:
-    """ModelFileError names the first row of uint8 [rows, row_bytes] in which a block has an
-    infinite or NaN scale. Plain dtypes have no scales."""
+    """ModelFileError names the first row of uint8 [rows, row_bytes] that has an infinite or NaN
+    scale. Plain dtypes have no scales."""
+    if dtype.name in ROW_FORMATS:
+        good = np.isfinite(ROW_FORMATS[dtype.name].split(raw)[1]).all(axis=1)
+        if not good.all():
+            raise bad_scale(int(good.argmin()), dtype)
     if dtype.name not in BLOCK_FORMATS or not raw.size:
         return
     spans = BLOCK_FORMATS[dtype.name].scale_spans()
@@ -100,7 +113,7 @@ def check_scales(raw: Array, dtype: DType) -> None:
 
 
 def bad_scale(row: int, dtype: DType) -> ModelFileError:
-    """The error for a row in which a block has an infinite or NaN scale."""
+    """The error for a row that has an infinite or NaN scale."""
     return ModelFileError(f"row {row} has an infinite or NaN {dtype} scale")
 
 

@@ -1,8 +1,9 @@
 """Element types and their registry.
 
 A block format stores ``block`` consecutive elements of the last axis in ``nbytes`` bytes; a plain
-dtype is a block of one element. `graphllm.formats` declares the block formats of weights and the
-quantised activations, and adds their dtypes to the registry.
+dtype is a block of one element. A row format has a scale for each row, in the row's ``tail``.
+`graphllm.formats` declares the formats of weights and of quantised activations, and adds their
+dtypes to the registry.
 """
 
 from __future__ import annotations
@@ -17,24 +18,26 @@ from ..errors import GraphError
 
 @dataclass(frozen=True)
 class DType:
-    """An element type. ``numpy`` is None for block formats."""
+    """An element type. ``numpy`` is None for block formats and row formats."""
 
     name: str
-    block: int  # elements per block
+    block: int  # elements per block; of a row format, what the elements of a row are a multiple of
     nbytes: int  # bytes per block
     numpy: np.dtype | None = None
+    tail: int = 0  # bytes of a row after its blocks
+    align: int = 1  # rows are padded with zeros to a multiple of this many bytes
 
     @property
     def quantised(self) -> bool:
         return self.numpy is None
 
     def row_nbytes(self, elements: int) -> int:
-        """Return the bytes of ``elements`` elements. GraphError if these are not whole blocks."""
+        """Return the bytes of a row of ``elements``. GraphError if these are not whole blocks."""
         if elements % self.block:
             raise GraphError(
                 f"{elements} elements are not whole {self.name} blocks of {self.block}"
             )
-        return elements // self.block * self.nbytes
+        return -(-(elements // self.block * self.nbytes + self.tail) // self.align) * self.align
 
     def __repr__(self) -> str:
         return self.name

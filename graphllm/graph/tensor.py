@@ -128,7 +128,8 @@ class Meta:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements, without gaps between them; not defined for a shape with a Var."""
-        return self.size // self.dtype.block * self.dtype.nbytes
+        *rows, elements = self.dims or (1,)
+        return prod(rows) * self.dtype.row_nbytes(elements)
 
     def __str__(self) -> str:
         dims = ",".join(str(d) for d in self.shape)
@@ -271,7 +272,8 @@ class Tensor:
             raise self._refused("slice", "a varying axis cannot be sliced")
         if not 0 <= start <= stop <= width:
             raise self._refused("slice", f"{start}:{stop} is not within axis {axis} of {width}")
-        block = self.dtype.block if axis == self.meta.ndim - 1 else 1
+        unit = (width or 1) if self.dtype.tail else self.dtype.block
+        block = unit if axis == self.meta.ndim - 1 else 1
         if start % block or stop % block:
             raise self._refused("slice", f"{start}:{stop} cuts a {self.dtype} block of {block}")
         shape = (*self.shape[:axis], stop - start, *self.shape[axis + 1 :])

@@ -128,9 +128,9 @@ def build_model(
         config = replace(config, head=config.heads[head])
     weights = file.weights(spec, config)
     if kind is not None:
-        from ..checkpoints.quantize_on_load import QuantizedWeights, routers
+        from ..checkpoints.quantize_on_load import QuantizedWeights, kept_as_stored
 
-        weights = QuantizedWeights(weights, kind, routers(config), backends, options)
+        weights = QuantizedWeights(weights, kind, kept_as_stored(config, kind), backends, options)
     build: Callable[[Any, Weights], Decoder | Encoder] = spec.model
     return build(config, weights)
 

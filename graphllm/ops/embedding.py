@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelFileError
-from ..formats import BLOCK_FORMATS, WEIGHT_FORMATS, blocks_of
+from ..formats import ROW_FORMATS, WEIGHT_FORMATS, blocks_of
 from ..formats.quantization import Blocks
 from ..graph.dtype import BF16, F16, F32, I32, DType
 from ..graph.op import Arg, Cost, Rng, Sample, Samples, Shape, expect, grid, op, out
@@ -17,9 +17,9 @@ from ..graph.tensor import Env, Meta, current_scope
 def expect_weight(w: Meta, axes: int = 2) -> None:
     """Check in a shape rule that ``w`` has a weight format and ``axes`` axes.
 
-    ModelFileError for a block format that is not supported.
+    ModelFileError for a quantised format that is not supported.
     """
-    if w.dtype.quantised and w.dtype.name not in BLOCK_FORMATS:
+    if w.dtype.quantised and w.dtype.name not in WEIGHT_FORMATS:
         where, known = current_scope() or "w", ", ".join(WEIGHT_FORMATS)
         raise ModelFileError(f"{where}: weights in {w.dtype} are not supported, only in {known}")
     expect("w", w, axes, *WEIGHT_FORMATS)
@@ -60,12 +60,14 @@ def _sample(rows: int, shape: Shape, kind: DType) -> Sample:
               kind=blocks_of(32, common=False)),
         *grid(_sample, rows=(1, 9), shape=((37, 768),),
               kind=blocks_of(256, common=False)),
+        *grid(_sample, rows=(0, 1, 9), shape=((1, 128), (50, 640)),
+              kind=[form.dtype for form in ROW_FORMATS.values()]),
     ]),
 )  # fmt: skip
 def embedding(ids: np.ndarray, w: Any) -> np.ndarray:
     """Rows of the table as float32. ids [T] i32 below V, w [V, D] any weight format -> [T, D].
 
-    Only the selected rows are read, so the table need not be in memory. Block formats are
+    Only the selected rows are read, so the table need not be in memory. Quantised formats are
     dequantised exactly as by `graphllm.formats.quantization`.
     """
     rows = w[ids]

@@ -29,12 +29,14 @@ from ..graph.tensor import Env, Meta
 from .embedding import expect_weight
 from .linear import (
     ACTIVATION_DTYPES,
+    BY_ROW,
     COMMON_32,
     COMMON_256,
     RARE_32,
     RARE_256,
     TOL,
     matmul,
+    pairs,
     to_float32,
     unit_variance,
 )
@@ -279,6 +281,9 @@ _BOTH = (False, True)
               layout=("strided",), each=_BOTH, bias=(True,)),
         *grid(_expert_sample, rows=(1, 5), shape=((4, 17, 96),), kind=(F32, Q8_0),
               layout=("permuted", "expanded"), each=(True,)),
+        *(sample for x, kind in pairs(*BY_ROW) for sample in grid(
+            _expert_sample, rows=(1, 33), shape=((5, 33, 128),), kind=(kind,), x=(x,), each=_BOTH,
+            bias=(True,))),
     ]),
 )  # fmt: skip
 def expert_linear(x: Any, w: Any, ids: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:

@@ -7,10 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from ..formats import A8_32, A8_256, BLOCK_FORMATS, blocks_of
+from ..formats import (
+    A8_32,
+    A8_256,
+    ACTIVATIONS,
+    BLOCK_FORMATS,
+    ROW_FORMATS,
+    activation_of,
+    blocks_of,
+)
 from ..formats import activations as activation_formats
+from ..formats.activations import A8_ROW
 from ..formats.legacy import Q8_0
 from ..formats.quantization import Blocks
+from ..formats.row_format import FP8, W8A8
 from ..graph.dtype import BF16, F16, F32, DType
 from ..graph.dtype import dtype as dtype_of
 from ..graph.op import (
@@ -31,7 +41,8 @@ from ..graph.tensor import Env, Meta
 from .embedding import expect_weight
 
 _TILE_BYTES = 16 << 20  # maximum size of the weights that are dequantised at a time
-ACTIVATION_DTYPES = ("a8_32", "a8_256", "f16", "bf16")  # dtypes of `quantise_act`
+# Dtypes of `quantise_act`.
+ACTIVATION_DTYPES = (*(kind.name for kind in ACTIVATIONS), "f16", "bf16")
 
 
 def _infer(x: Meta, w: Meta, bias: Meta | None = None) -> Meta:
@@ -68,14 +79,25 @@ def _sample(
     return Sample(args, {}, {"T": rows})
 
 
-# A backend may quantise float activations that meet a block format (`Options.linear`): then each
-# element is off by up to amax / 254 of its block. With quantised x only the order of sums varies.
+# A backend may quantise float activations that meet a quantised format (`Options.linear`): then
+# each element is off by up to amax / 254 of its block, in e4m3 by 1 / 16 of itself. With quantised
+# x only the order of sums varies.
+_QUANTISING = {"a8_32": 4e-2, "a8_256": 5e-2, "a8_row": 6e-2, "f8_row": 0.15, "f8_128": 0.15}
 TOL = {
-    **dict.fromkeys(("f32", "f16", "bf16", "a8_32", "a8_256"), 1e-5),
-    **{n: 4e-2 if f.activation == A8_32 else 5e-2 for n, f in BLOCK_FORMATS.items()},
+    **dict.fromkeys(("f32", "f16", "bf16", *_QUANTISING), 1e-5),
+    **{n: _QUANTISING[f.activation.name] for n, f in BLOCK_FORMATS.items()},
+    **{n: _QUANTISING[f.activation.name] for n, f in ROW_FORMATS.items()},
 }
 COMMON_32, COMMON_256 = blocks_of(32, common=True), blocks_of(256, common=True)
 RARE_32, RARE_256 = blocks_of(32, common=False), blocks_of(256, common=False)
+
+BY_ROW = tuple(form.dtype for form in ROW_FORMATS.values())
+
+
+def pairs(*weights: DType) -> tuple[tuple[DType, DType], ...]:
+    """(activations, weights) that `linear` is given: floats, and quantised as the weights want."""
+    return tuple((x, w) for w in weights for x in (F32, activation_of(w)))
+
 
 _ROWS = (0, 1, 2, 5, 33)
 _PLAIN = ((1, 1), (3, 63), (65, 100), (48, 256))
@@ -103,13 +125,20 @@ _STRIDED = {"rows": (1, 5), "layout": ("strided",), "bias": (True,)}
         *grid(_sample, shape=((65, 100),), kind=(F32, F16), **_STRIDED),
         *grid(_sample, shape=((64, 256),), kind=(*COMMON_32, *COMMON_256), **_STRIDED),
         *grid(_sample, rows=(5,), shape=((64, 320),), kind=(Q8_0,), x=(A8_32,), bias=(True,)),
+        *(sample for x, kind in pairs(*BY_ROW) for sample in grid(
+            _sample, rows=_ROWS, shape=((1, 128), (45, 384)), kind=(kind,), x=(x,),
+            bias=(False, True))),
+        *grid(_sample, rows=(1, 33), shape=((33, 32), (100, 352)), kind=(W8A8, FP8)),
+        *grid(_sample, rows=(1, 7, 40), shape=((300, 1024),), kind=(W8A8,), x=(A8_ROW,)),
+        *grid(_sample, shape=((64, 256),), kind=BY_ROW, **_STRIDED),
     ]),
 )  # fmt: skip
 def linear(x: Any, w: Any, bias: np.ndarray | None = None) -> np.ndarray:
     """x w^T + bias. x [T, K] f32 or a result of `quantise_act`; w [N, K] any weight format;
     bias [N] f32 -> f32 [T, N].
 
-    Both operands are dequantised (weights in tiles), and products are summed in float32.
+    Both operands are dequantised (weights in tiles), and products are summed in float32. Backends
+    may sum quantised numbers first, and then multiply by the scales.
     """
     result = matmul(to_float32(x), w)
     return result if bias is None else result + bias
@@ -171,6 +200,7 @@ def _heads_sample(
               x=(F32, A8_256)),
         *grid(_heads_sample, rows=(1, 5), shape=((3, 33, 64),), kind=(F32, F16, Q8_0),
               layout=("strided", "permuted")),
+        *grid(_heads_sample, rows=(1, 5), shape=((3, 33, 128),), kind=BY_ROW),
     ]),
 )  # fmt: skip
 def head_linear(x: Any, w: Any) -> np.ndarray:
@@ -233,13 +263,19 @@ _LAYOUTS = ("contiguous", "strided")
               kind=("a8_256",)),
         *grid(_quantise_sample, rows=(0, 1, 7), elements=(512,), layout=_LAYOUTS,
               kind=("a8_32", "a8_256"), between=((3,), (2, 3))),
+        *grid(_quantise_sample, rows=(0, 1, 7), elements=(32, 96, 640), layout=_LAYOUTS,
+              kind=("a8_row", "f8_row")),
+        *grid(_quantise_sample, rows=(0, 1, 7), elements=(128, 640), layout=_LAYOUTS,
+              kind=("f8_128",)),
+        *grid(_quantise_sample, rows=(0, 1, 7), elements=(512,), layout=_LAYOUTS,
+              kind=("a8_row", "f8_row", "f8_128"), between=((3,), (2, 3))),
     ]),
 )  # fmt: skip
 def quantise_act(x: np.ndarray, *, dtype: str) -> Any:
-    """Quantise activations to int8 blocks along the last axis, or round them to f16 or bf16.
+    """Quantise activations to int8 or FP8 along the last axis, or round them to f16 or bf16.
 
-    x [T, ..., K] f32 -> [T, ..., K] a8_32, a8_256, f16 or bf16. Bit-exact on every backend; int8 as
-    by `graphllm.formats.activations.quantise_act`. f16 and bf16 round to nearest even; values
+    x [T, ..., K] f32 -> [T, ..., K] in ``dtype``. Bit-exact on every backend; int8 and FP8 as by
+    `graphllm.formats.activations.quantise_act`. f16 and bf16 round to nearest even; values
     beyond the range of f16 become its largest number.
     """
     kind = dtype_of(dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..formats import BLOCK_FORMATS, quantization
+from ..formats import BLOCK_FORMATS, ROW_FORMATS, quantization
 from ..formats.quantization import Blocks
 from ..graph.dtype import BF16, F16, F32, DType
 from ..graph.dtype import dtype as dtype_of
@@ -17,7 +17,8 @@ _TILE_ELEMENTS = 1 << 18  # quantised at a time; NumPy needs about 30 bytes for 
 def _infer(x: Meta, *, dtype: str) -> Meta:
     expect("x", x, 2, "f32", "f16", "bf16")
     kind = dtype_of(dtype)
-    require(kind.name in BLOCK_FORMATS, f"dtype is {kind}, not {', '.join(BLOCK_FORMATS)}")
+    known = (*BLOCK_FORMATS, *ROW_FORMATS)
+    require(kind.name in known, f"dtype is {kind}, not {', '.join(known)}")
     kind.row_nbytes(x.inner[0])
     return out(x.shape, kind)
 
@@ -56,13 +57,16 @@ _BY_256 = tuple(name for name, form in BLOCK_FORMATS.items() if form.dtype.block
     samples=Samples(lambda: [
         *grid(_sample, rows=(0, 1, 9), elements=(32, 640), source=(F32,), target=_BY_32),
         *grid(_sample, rows=(0, 1, 9), elements=(256, 768), source=(F32,), target=_BY_256),
+        *grid(_sample, rows=(0, 1, 9), elements=(128, 640), source=(F32,), target=ROW_FORMATS),
+        *grid(_sample, rows=(9,), elements=(512,), source=(F16, BF16), target=ROW_FORMATS,
+              layout=("contiguous", "strided")),
         *grid(_sample, rows=(9,), elements=(768,), source=(F16, BF16), target=("q8_0", "q4_k")),
         *grid(_sample, rows=(9,), elements=(512,), source=(F32, BF16), target=("q8_0", "q4_k"),
               layout=("strided",)),
     ]),
 )  # fmt: skip
 def quantise(x: np.ndarray, *, dtype: str) -> Blocks:
-    """Quantise weights to a block format. x [T, K] f32, f16 or bf16 -> [T, K].
+    """Quantise weights to a block or row format. x [T, K] f32, f16 or bf16 -> [T, K].
 
     Bit-exact on every backend; each format's encoder is in the module of its family in
     `graphllm.formats`. Raises GraphllmError for infinity and NaN.

@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ..errors import ModelFileError, quote
@@ -18,19 +19,21 @@ from ..graph.dtype import BF16, F16, F32, I8, I32, I64, DType
 from .mapped_file import TensorInfo
 from .strict_json import json_object
 
-# Storage types of packed weights and flags; no weight has them as its dtype.
+# Storage types of quantised weights and flags; no weight of a model has them as its dtype.
 U8 = DType("u8", 1, 1, np.dtype(np.uint8))
 BOOL = DType("bool", 1, 1, np.dtype(np.bool_))
+F8_E4M3 = DType("f8_e4m3", 1, 1, np.dtype(ml_dtypes.float8_e4m3fn))
 
 READABLE: dict[str, DType] = {
     "F32": F32, "F16": F16, "BF16": BF16, "U8": U8, "I8": I8, "I32": I32, "I64": I64, "BOOL": BOOL,
+    "F8_E4M3": F8_E4M3,
 }  # fmt: skip
 
 # Other dtypes: with their sizes known, the file can be listed, but the tensors cannot be read.
 _UNSUPPORTED: dict[str, DType] = {
     name: DType(name.lower(), block, nbytes)
     for name, block, nbytes in (
-        ("F64", 1, 8), ("F8_E4M3", 1, 1), ("F8_E5M2", 1, 1), ("F8_E4M3FNUZ", 1, 1),
+        ("F64", 1, 8), ("F8_E5M2", 1, 1), ("F8_E4M3FNUZ", 1, 1),
         ("F8_E5M2FNUZ", 1, 1), ("F8_E8M0", 1, 1), ("F6_E2M3", 4, 3), ("F6_E3M2", 4, 3),
         ("F4", 2, 1), ("I16", 1, 2), ("U16", 1, 2), ("U32", 1, 4), ("U64", 1, 8), ("C64", 1, 8),
     )

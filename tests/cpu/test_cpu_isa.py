@@ -20,7 +20,7 @@ from typing import Any
 
 import probe_kernel_cases
 import pytest
-from linear_cases import BLOCKS, digests
+from linear_cases import INTEGER, digests
 from llvmlite import binding, ir
 from op_runs import KERNELS, block_formats, run_all
 from rotation import rotated
@@ -32,11 +32,13 @@ from graphllm.backends.cpu.kernels import (
     linear_float,
     linear_integer,
     linear_one_token,
+    linear_rows,
     quantize,
 )
 from graphllm.backends.cpu.runtime.isa import CPU_FEATURES, CPU_NAME, ISA, isa
 from graphllm.backends.cpu.simd.emitter import Emitter
 from graphllm.backends.cpu.simd.stored_rows import StoredRows
+from graphllm.formats import ROW_FORMATS
 
 # The feature that the processor needs, and the description of the target.
 TARGETS = {
@@ -197,10 +199,17 @@ def test_microkernels_compile_for_arm(name, cpu):
     def pack(e, name, source, stride, rows, target):
         FORMATS[name].pack(StoredRows(e, source, stride, rows), target)
 
-    codes = [
-        assembly("unpack_float", linear_float.unpack, 3, form.code, cpu=cpu),
-        assembly("pack_block", pack, 4, name, cpu=cpu),
-    ]
+    codes = [assembly("pack_block", pack, 4, name, cpu=cpu)]
+    if name in ROW_FORMATS:
+        codes.append(assembly("unpack", linear_rows.unpack, 4, form.code, cpu=cpu))
+        codes.append(assembly("fused_float", linear_rows.fused_float, 5, form.code, cpu=cpu))
+        if name == "w8a8":
+            codes.append(assembly("fused", linear_rows.fused, 4, form.code, cpu=cpu))
+            codes.append(assembly("tile", linear_rows.tile, 6, form.code, 1, 4, cpu=cpu))
+            assert all(("sdot" in code) == ARMS[cpu].dotprod for code in codes[3:])
+        assert not [line for code in codes for line in calls(code)]
+        return
+    codes.insert(0, assembly("unpack_float", linear_float.unpack, 3, form.code, cpu=cpu))
     if form.block == 1:
         codes.append(assembly("fused_float", linear_float.fused, 4, form.code, cpu=cpu))
     else:
@@ -237,8 +246,8 @@ def calls(code: str) -> list[str]:
 def dealt(target: str, days: int = 0) -> tuple[str, ...]:
     """The block formats to run on a target in some days or, if it is "all", everywhere."""
     if target == "all":
-        return BLOCKS
-    return tuple(rotated(BLOCKS, PARTS, days + list(TARGETS).index(target)))
+        return INTEGER
+    return tuple(rotated(INTEGER, PARTS, days + list(TARGETS).index(target)))
 
 
 def samples(target: str, days: int = 0) -> Iterator[tuple[str, list[str]]]:

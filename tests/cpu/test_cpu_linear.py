@@ -9,6 +9,7 @@ from linear_cases import (
     BLOCKS,
     CASES,
     COLUMNS,
+    INTEGER,
     MOST,
     SCALES,
     Product,
@@ -20,7 +21,7 @@ from graphllm import ops
 from graphllm.backends.cpu.formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import pack, packed_bytes
 from graphllm.errors import ModelFileError
-from graphllm.formats import activations, quantization
+from graphllm.formats import ROW_FORMATS, activations, quantization
 from graphllm.graph.dtype import DType, dtype
 from graphllm.graph.tensor import Meta, feed, scope, weight
 
@@ -78,7 +79,7 @@ def test_bias_and_strided_rows(name, linear):
     compare(product, raw, kind, activation(k), bias=True)
 
 
-@pytest.mark.parametrize("name, linear", [("f32", "float"), *((n, "auto") for n in BLOCKS)])
+@pytest.mark.parametrize("name, linear", [("f32", "float"), *((n, "auto") for n in INTEGER)])
 def test_threads_change_nothing(name, linear):
     kind, k = dtype(name), 512
     raw, x = any_bits(kind, 640, k), activation(k)
@@ -86,7 +87,7 @@ def test_threads_change_nothing(name, linear):
     assert all(np.array_equal(r, results[0]) for r in results)
 
 
-@pytest.mark.parametrize("name, k", [("q8_0", 320), ("q4_k", 512)])
+@pytest.mark.parametrize("name, k", [("q8_0", 320), ("q4_k", 512), ("w8a8", 672), ("fp8", 352)])
 def test_more_tokens_than_a_pass(name, k, monkeypatch):
     """The bits of a token are the same in every pass over a group."""
     monkeypatch.setattr(linear_cases, "MOST", 300)
@@ -111,9 +112,27 @@ def test_pack_pads_with_the_last_row(name):
     assert np.array_equal(packed, pack(full, Meta.of((16, k), kind)))
 
 
+@pytest.mark.parametrize("name", ROW_FORMATS)
+def test_infinite_and_nan_scales_of_rows_stop_the_load(name):
+    """Each scale of a row, on both host backends."""
+    kind, k = dtype(name), 256
+    for bad in (np.inf, -np.inf, np.nan):
+        raw = any_bits(kind, 20, k)
+        scales = ROW_FORMATS[name].split(raw)[1]
+        scales[17, -1] = scales[18, 0] = bad
+        for check in (
+            quantization.check_scales,
+            lambda raw, kind: pack(raw, Meta.of((20, k), kind)),
+        ):
+            with pytest.raises(
+                ModelFileError, match=f"^row 17 has an infinite or NaN {name} scale"
+            ):
+                check(raw, kind)
+
+
 def test_other_formats_are_refused():
     """The error is raised when the graph is built, and names scope, format and known formats."""
-    says = "^model.layers.0.mlp.up_proj: weights in iq2_xxs are not supported, only in f32.*mxfp4$"
+    says = "^model.layers.0.mlp.up_proj: weights in iq2_xxs are not supported, only in f32.*mxfp4,"
     with scope("model.layers.0.mlp.up_proj"):
         w = weight("model.layers.0.mlp.up_proj.weight", (8, 256), FOREIGN)
         with pytest.raises(ModelFileError, match=says):

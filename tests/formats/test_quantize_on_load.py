@@ -16,7 +16,7 @@ from graphllm.backends import Options
 from graphllm.checkpoints import quantize_on_load
 from graphllm.checkpoints.quantize_on_load import KINDS, QuantizedWeights
 from graphllm.errors import ModelFileError, RequestError
-from graphllm.formats import BLOCK_FORMATS
+from graphllm.formats import BLOCK_FORMATS, ROW_FORMATS
 from graphllm.formats.quantization import Blocks, dequantise, quantise
 from graphllm.graph.dtype import DTYPES
 from graphllm.graph.tensor import feed, weight
@@ -192,7 +192,7 @@ def test_rows_that_are_not_whole_blocks(kind: str, fallback: str) -> None:
 
 
 def test_every_format_is_accepted() -> None:
-    assert set(KINDS) == {"f32", "f16", "bf16", *BLOCK_FORMATS}
+    assert set(KINDS) == {"f32", "f16", "bf16", *BLOCK_FORMATS, *ROW_FORMATS}
     with pytest.raises(RequestError, match=re.escape("'q4_k_m' of weights; known: f32, f16, bf16")):
         QuantizedWeights(Arrays({}), "q4_k_m")
 

@@ -239,7 +239,7 @@ IN_WEIGHTS = r"config_groups\['group_0'\].weights: "
         (gptq_config(True), "bits = True is not supported"),
         (gptq_config(None), "missing key 'bits'"),
         (compressed_config(), "config_groups = {} is not supported"),
-        (compressed_config(weights_config(), format="float-quantized"), "format = 'float-quantiz"),
+        (compressed_config(weights_config(), format="nvfp4-pack"), "format = 'nvfp4-pack"),
         (compressed_config(weights_config(), ignore=["re:(a+)+"]), "ignore = .*repeats a group"),
         (compressed_config(weights_config(), ignore=["re:(a"]), "ignore = .*no regular expression"),
         (

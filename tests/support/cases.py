@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from graphllm import ops
-from graphllm.formats import quantization
+from graphllm.formats import ACTIVATIONS, quantization
 from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import dtype as dtype_of
 from graphllm.graph.tensor import Dim, Tensor, Var, feed, state, weight
@@ -97,7 +97,7 @@ class Group:
         shape = tuple(map(self._dim, arg.shape))
         stored = _stored_shape(shape, arg.layout)
         make = {"input": feed, "state": state, "weight": weight}[arg.leaf]
-        if arg.dtype.name.startswith("a8_"):  # fed as floats and quantised in the graph
+        if arg.dtype in ACTIVATIONS:  # fed as floats and quantised in the graph
             return ops.quantise_act(feed(self.leaf(index), stored, "f32"), dtype=arg.dtype.name)
         leaf = make(self.leaf(index), stored, arg.dtype)
         if arg.layout == "strided":
@@ -131,7 +131,7 @@ class Group:
                 case.feeds[name] = plain(stored)
             if arg.leaf == "state":
                 case.states[name] = index
-            if arg.dtype.name.startswith("a8_"):
+            if arg.dtype in ACTIVATIONS:
                 stored = ops.get("quantise_act").reference(stored, dtype=arg.dtype)
             case.operands.append(_viewed(stored, shape, arg.layout))
         return case
@@ -215,7 +215,7 @@ def _leading(stored: Any, shape: tuple[int, ...]) -> Any:
 
 def _values(arg: Arg, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
     """Values of ``arg`` in its dtype; in a wider row than the operand's, around it, NaN or 99."""
-    kind = arg.dtype if not arg.dtype.name.startswith("a8_") else dtype_of("f32")
+    kind = dtype_of("f32") if arg.dtype in ACTIVATIONS else arg.dtype
     inner = shape
     if arg.layout == "strided":
         inner = (*shape[:-1], shape[-1] - PAD)

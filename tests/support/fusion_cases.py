@@ -21,7 +21,7 @@ def named(results) -> dict[str, Tensor]:
 
 def values(array: np.ndarray, node: Tensor) -> tuple[np.ndarray, float]:
     """Return a result as floats, and the maximum difference of two roundings of one value."""
-    if not node.dtype.name.startswith("a8_"):
+    if node.dtype not in activations.ACTIVATIONS:
         return array, 0.0
     k = int(node.shape[-1])
     found = activations.dequantise_act(array.reshape(-1, node.dtype.row_nbytes(k)), node.dtype, k)

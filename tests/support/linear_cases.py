@@ -12,7 +12,7 @@ from graphllm.backends import Bound, Header, Operand, Options, find
 from graphllm.backends.cpu.formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import pack
 from graphllm.backends.cpu.runtime.device import CpuDevice
-from graphllm.formats import BLOCK_FORMATS, quantization
+from graphllm.formats import BLOCK_FORMATS, ROW_FORMATS, quantization
 from graphllm.graph.dtype import DType, dtype
 from graphllm.graph.tensor import INPUT, WEIGHT, Meta, Tensor, Var
 
@@ -21,16 +21,22 @@ SENTINEL = np.float32(77)
 # (offset, end) of the scales of a block, by format: float16, or exponents of one byte.
 SCALES = {name: form.span(*form.scales) for name, form in BLOCK_FORMATS.items()}
 BLOCKS = tuple(SCALES)
-COLUMNS = {1: (1, 63, 300), 32: (32, 320), 256: (256, 768)}
-CASES = [(n, "float") for n in FORMATS] + [(n, "auto") for n in BLOCKS]
+INTEGER = (*BLOCKS, "w8a8")  # formats that are multiplied as integers
+COLUMNS = {1: (1, 63, 300), 32: (32, 320), 128: (128, 384), 256: (256, 768)}
+CASES = [(n, "float") for n in FORMATS] + [(n, "auto") for n in (*BLOCKS, *ROW_FORMATS)]
 
 
 def any_bits(kind: DType, n: int, k: int, seed: int = 0) -> np.ndarray:
-    """Stored bytes of weights [n, k]; in block formats random bytes except the scales."""
+    """Stored bytes of weights [n, k]; in quantised formats random bytes except the scales."""
     rng = np.random.default_rng([seed, n, k])
     values = rng.standard_normal((n, k)).astype(np.float32) / np.sqrt(k)
     raw = quantization.quantise(values, kind)
-    if kind.block > 1:
+    if kind.name in ROW_FORMATS:
+        q = rng.integers(0, 256, (n, k), np.uint8)
+        if kind.name != "w8a8":
+            q[q & 127 == 127] = 126  # NaN
+        ROW_FORMATS[kind.name].split(raw)[0][:] = q.view(ROW_FORMATS[kind.name].element)
+    elif kind.block > 1:
         scales, blocks = slice(*SCALES[kind.name]), raw.reshape(n, -1, kind.nbytes)
         kept = blocks[..., scales].copy()
         blocks[:] = rng.integers(0, 256, blocks.shape)

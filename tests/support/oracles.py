@@ -12,7 +12,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from quantise_oracle import quantise
+from quantise_oracle import quantise as quantise_blocks
 
 from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import DTYPES
@@ -24,22 +24,53 @@ def values(w: Any) -> np.ndarray:
     """What a weight or an activation stands for, float64; block formats by the gguf package."""
     if not isinstance(w, Blocks):
         return w.astype(np.float64)
-    if w.dtype.name.startswith("a8_"):
-        return a8_values(w)
+    if w.dtype.name in PLANES:
+        return plane_values(w)
     if not len(w):
         return np.zeros(w.shape)
     kind = gguf.GGMLQuantizationType[w.dtype.name.upper()]
     return gguf.quants.dequantize(np.ascontiguousarray(w.raw), kind).astype(np.float64)
 
 
-def a8_values(x: Blocks) -> np.ndarray:
-    """float32(d * q), read from the bytes one row at a time: K int8, then K / block float32."""
-    result, block = np.zeros(x.shape), x.dtype.block
+# Formats whose rows are q, then float32 scales: the code of q ("f": e4m3), elements per scale (0:
+# the row), elements per sum and its code, and what the bytes of a row are a multiple of.
+PLANES = {
+    "a8_32": ("b", 32, 32, "i", 1), "a8_256": ("b", 256, 16, "h", 1),
+    "a8_row": ("b", 0, 0, "i", 32), "f8_row": ("f", 0, 0, "", 32), "f8_128": ("f", 128, 0, "", 32),
+    "w8a8": ("b", 0, 0, "", 1), "fp8": ("f", 0, 0, "", 1), "fp8_128": ("f", 128, 0, "", 1),
+}  # fmt: skip
+
+
+def e4m3(byte: int) -> float:
+    """OCP 8-bit floating point, table 1: 4 bits of exponent with bias 7, 3 bits of mantissa."""
+    sign, exponent, mantissa = -1.0 if byte & 128 else 1.0, byte >> 3 & 15, byte & 7
+    if byte & 127 == 127:
+        return float("nan")
+    size = mantissa / 8 * 2.0**-6 if not exponent else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return sign * size
+
+
+_BYTES = {e4m3(byte): byte for byte in range(127)}
+
+
+def nearest_e4m3(v: float) -> int:
+    """The byte of the nearest number, ties to an even mantissa, at most 448."""
+    step = 2.0 ** (max(math.frexp(v)[1], -5) - 4)
+    byte = _BYTES[min(448.0, round(abs(v) / step) * step)]
+    return byte | (128 if math.copysign(1, v) < 0 else 0)
+
+
+def plane_values(x: Blocks) -> np.ndarray:
+    """float32(d * q), read from the bytes one row at a time."""
+    code, block = PLANES[x.dtype.name][:2]
+    result, block = np.zeros(x.shape), block or max(1, x.elements)
     for t in np.ndindex(x.shape[:-1]):
         data = x.raw[t].tobytes()
-        q = struct.unpack_from(f"<{x.elements}b", data)
+        q = struct.unpack_from(f"<{x.elements}{'B' if code == 'f' else code}", data)
         d = struct.unpack_from(f"<{x.elements // block}f", data, x.elements)
-        result[t] = [float(F32(d[i // block]) * F32(v)) for i, v in enumerate(q)]
+        for i, value in enumerate(q):
+            number = e4m3(value) if code == "f" else value
+            result[t][i] = F32(d[i // block]) * F32(number)
     return result
 
 
@@ -279,11 +310,14 @@ def linear(x, w, bias):
 
 def quantise_act(x, dtype):
     """The bytes of each row, from the format's definition."""
-    block, per_sum, code = (32, 32, "i") if dtype == "a8_32" else (256, 16, "h")
+    k = x.shape[-1]
+    kind, block, per_sum, code, align = PLANES[dtype]
+    block, per_sum, most = block or k, per_sum or k, 448 if kind == "f" else 127
+    most = 127.5 if dtype in ("a8_row", "w8a8") else most
     rows = []
-    for row in x.reshape(-1, x.shape[-1]):
+    for row in x.reshape(-1, k):
         q, d = [], []
-        for start in range(0, len(row), block):
+        for start in range(0, k, block):
             part = row[start : start + block]
             amax = max((abs(v) for v in part), default=F32(0))
             if not all(np.isfinite(v) for v in part):
@@ -291,16 +325,24 @@ def quantise_act(x, dtype):
             elif amax < 2.0**-100:
                 d, q = [*d, F32(0)], q + [0] * block
             else:
-                inverse = F32(127) / amax
-                d.append(amax / F32(127))
-                q += [max(-127, min(127, round(float(v * inverse)))) for v in part]
-        sums = [sum(q[i : i + per_sum]) for i in range(0, len(q), per_sum)]
-        data = struct.pack(f"<{len(q)}b", *q) + struct.pack(f"<{len(d)}f", *d)
-        rows.append(data + struct.pack(f"<{len(sums)}{code}", *sums))
-    k = x.shape[-1]
-    width = k + k // block * 4 + k // per_sum * struct.calcsize(code)
+                inverse = F32(most) / amax
+                d.append(amax / F32(most))
+                if kind == "f":
+                    q += [nearest_e4m3(float(v * inverse)) for v in part]
+                else:
+                    q += [max(-127, min(127, round(float(v * inverse)))) for v in part]
+        data = struct.pack(f"<{k}{'B' if kind == 'f' else kind}{len(d)}f", *q, *d)
+        if code:
+            sums = [sum(q[i : i + per_sum]) for i in range(0, k, per_sum)]
+            data += struct.pack(f"<{len(sums)}{code}", *sums)
+        rows.append(data + bytes(-len(data) % align))
+    width = len(rows[0]) if rows else DTYPES[dtype].row_nbytes(k)
     raw = np.frombuffer(b"".join(rows), np.uint8).reshape(*x.shape[:-1], width)
     return Blocks(raw, DTYPES[dtype], k)
+
+
+def quantise(x, dtype):
+    return quantise_act(x.astype(F32), dtype) if dtype in PLANES else quantise_blocks(x, dtype)
 
 
 def head_linear(x, w):

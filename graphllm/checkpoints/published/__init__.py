@@ -1,8 +1,9 @@
-"""Published integer checkpoints: GPTQ, AWQ and compressed-tensors, repacked into block formats.
+"""Published quantised checkpoints: GPTQ, AWQ, compressed-tensors and FP8.
 
-Each of these methods stores a linear as integers of 4 or 8 bits packed into int32, a scale per
-group of elements and, if it is asymmetric, a zero point per group. One module per method reads
-its ``quantization_config`` and its layout; `packed_linear` and `blocks` repack the integers.
+One module per method reads its ``quantization_config`` and its layout. A linear is stored either as
+integers of 4 or 8 bits packed into int32, with a scale and perhaps a zero point per group of
+elements, which `packed_linear` and `blocks` repack into block formats; or as int8 or e4m3 with
+scales per tensor, channel or tile, which `scaled_linear` joins into row formats.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from ...weights.safetensors import Safetensors
-from . import awq, compressed_tensors, gptq
-from .packed_linear import PackedLinear
+from . import awq, compressed_tensors, fp8, gptq
 from .packed_tensors import PackedTensors
+from .stored_linear import StoredLinear
 
 
 class Scheme(Protocol):
     """A ``quantization_config`` that is supported."""
 
-    def linears(self, file: Safetensors) -> Iterable[PackedLinear]:
-        """Return the packed linears of a file."""
+    def linears(self, file: Safetensors) -> Iterable[StoredLinear]:
+        """Return the quantised linears of a file."""
 
 
 # By quant_method; a constructor raises ConfigError for a configuration that is not supported.
@@ -28,6 +29,7 @@ _SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], Scheme]] = {
     "gptq": gptq.Scheme,
     "awq": awq.Scheme,
     compressed_tensors.METHOD: compressed_tensors.Scheme,
+    fp8.METHOD: fp8.Scheme,
 }
 METHODS = tuple(_SCHEMES)
 
@@ -43,7 +45,8 @@ def scheme(
         config: Value of ``quantization_config``.
 
     Returns:
-        A function that wraps the directory's tensors, with packed linears as block formats.
+        A function that wraps the directory's tensors, with quantised linears in block or row
+        formats.
 
     Raises:
         ConfigError: A key is unknown, or a value is not supported.

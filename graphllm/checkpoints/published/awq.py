@@ -18,8 +18,9 @@ import numpy as np
 from ...graph.dtype import I32
 from ...weights.safetensors import Safetensors
 from .blocks import STRIP, unpack
-from .packed_linear import PackedLinear, modules_with
+from .packed_linear import PackedLinear
 from .settings import Settings
+from .stored_linear import modules_with
 
 NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _WEIGHT, _ZEROS, _SCALES = "qweight", "qzeros", "scales"

@@ -1,35 +1,45 @@
-"""compressed-tensors checkpoints of the format pack-quantized, as llm-compressor writes them.
+"""compressed-tensors checkpoints, as llm-compressor writes them.
 
-Tensors of a linear [N, K] with P = 32 / bits integers per int32, low bits first, stored plus
-2^(bits - 1) so that they are unsigned:
+pack-quantized: tensors of a linear [N, K] with P = 32 / bits integers per int32, low bits first,
+stored plus 2^(bits - 1) so that they are unsigned:
 
 - ``weight_packed`` int32 [N, K / P], packed along K,
 - ``weight_scale`` [N, groups],
 - ``weight_zero_point`` int32 [N / P, groups], packed along N, or int8 [N, groups] by old versions,
 - ``weight_shape`` [2], N and K,
 - ``weight_g_idx`` int32 [K], the group of each column.
+
+int-quantized and float-quantized (activations are quantised at run time):
+
+- ``weight`` [N, K], int8 or e4m3,
+- ``weight_scale`` [1], [N, 1] or, for blocks of 128 x 128, [N / 128, K / 128] rounded up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ...errors import quote
-from ...graph.dtype import I8, I32
+from ...errors import ModelFileError, quote
+from ...formats.row_format import FP8, FP8_128, W8A8
+from ...graph.dtype import I8, I32, DType
 from ...weights.safetensors import Safetensors
 from .blocks import unpack
 from .module_patterns import ModulePatterns
-from .packed_linear import PackedLinear, modules_with
+from .packed_linear import PackedLinear
+from .scaled_linear import BLOCK, CHANNEL, TENSOR, TILE, ScaledLinear
 from .settings import Settings
+from .stored_linear import StoredLinear, modules_with
 
-METHOD, _FORMAT = "compressed-tensors", "pack-quantized"
+METHOD = "compressed-tensors"
+_PACKED, _INT, _FLOAT = _FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 _MIXED = "mixed-precision"  # each group states a format of its own
 _WEIGHT, _SCALES, _ZEROS = "weight_packed", "weight_scale", "weight_zero_point"
 _SHAPE, _ORDER = "weight_shape", "weight_g_idx"
+_OBSERVER = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # of the quantising program
 
 
 @dataclass(frozen=True)
@@ -37,9 +47,22 @@ class _Group:
     """Quantisation of the modules that ``targets`` names."""
 
     targets: ModulePatterns
+
+
+@dataclass(frozen=True)
+class _PackedGroup(_Group):
     bits: int
     symmetric: bool
     group_size: int
+
+
+@dataclass(frozen=True)
+class _ScaledGroup(_Group):
+    dtype: DType
+    strategy: str  # of the scales of weights
+
+
+_G = TypeVar("_G", bound=_Group)
 
 
 class Scheme:
@@ -49,7 +72,7 @@ class Scheme:
     def __init__(self, source: str, config: Mapping[str, Any]) -> None:
         keys = Settings(source, config)
         keys.only("quant_method", METHOD)
-        stated = keys.one_of("format", (_FORMAT, _MIXED))
+        stated = keys.one_of("format", (*_FORMATS, _MIXED))
         keys.only("quantization_status", "compressed")
         keys.only("kv_cache_scheme")
         keys.only("transform_config", {})
@@ -63,11 +86,30 @@ class Scheme:
         keys.ignore("global_compression_ratio", "version")
         keys.finish()
 
-    def linears(self, file: Safetensors) -> Iterator[PackedLinear]:
-        """Yield the packed linears of a file. ModelFileError for wrong shapes or dtypes, and for a
-        module that the configuration ignores or does not name."""
+    def linears(self, file: Safetensors) -> Iterator[StoredLinear]:
+        """Yield the quantised linears of a file. ModelFileError for wrong shapes or dtypes, and for
+        a module that the configuration ignores or does not name."""
         for module in modules_with(file, _WEIGHT):
-            yield CompressedLinear(file, module, self)
+            yield CompressedLinear(file, module, self._group(file, module, _WEIGHT, _PackedGroup))
+        for module in modules_with(file, _SCALES):
+            if f"{module}.{_WEIGHT}" not in file.tensors:
+                group = self._group(file, module, _SCALES, _ScaledGroup)
+                yield ScaledLinear(file, module, group.dtype, _SCALES, group.strategy)
+
+    def _group(self, file: Safetensors, module: str, part: str, kind: type[_G]) -> _G:
+        """Return the group of a module, whose tensor ``part`` belongs to a group of that kind."""
+
+        def error(text: str) -> ModelFileError:
+            return ModelFileError(f"{file.path}: tensor {quote(f'{module}.{part}')}: {text}")
+
+        group = max(self.groups, key=lambda each: each.targets.match(module))
+        if self.ignored.match(module):
+            raise error("packed, but quantization_config ignores the module")
+        if not group.targets.match(module):
+            raise error(f"no target of quantization_config names the module {quote(module)}")
+        if not isinstance(group, kind):
+            raise error("stored in another format than quantization_config states")
+        return group
 
 
 def _patterns(keys: Settings, name: str) -> ModulePatterns:
@@ -80,12 +122,24 @@ def _patterns(keys: Settings, name: str) -> ModulePatterns:
 
 def _group(keys: Settings, stated: str) -> _Group:
     """Read an object of ``config_groups``; ``stated`` is the format of the whole checkpoint."""
-    keys.one_of("format", (_FORMAT,), ... if stated == _MIXED else _FORMAT)
-    keys.only("input_activations")
+    known, default = (_FORMATS, ...) if stated == _MIXED else ((stated,), stated)
+    form = keys.one_of("format", known, default)
     keys.only("output_activations")
     targets = _patterns(keys, "targets")
     weights = keys.object("weights")
+    weights.only("dynamic", False)
+    weights.ignore(*_OBSERVER)
+    if form == _PACKED:
+        keys.only("input_activations")
+        group: _Group = _packed_group(targets, weights)
+    else:
+        group = _scaled_group(targets, weights, keys.object("input_activations"), form == _FLOAT)
+    weights.finish()
     keys.finish()
+    return group
+
+
+def _packed_group(targets: ModulePatterns, weights: Settings) -> _PackedGroup:
     bits: int = weights.one_of("num_bits", (4, 8))
     weights.only("type", "int")
     # 8 bits with a zero point would need a block format with an offset.
@@ -93,28 +147,46 @@ def _group(keys: Settings, stated: str) -> _Group:
     group_size = weights.group_size(-1)
     want = "channel" if group_size == -1 else "group"
     weights.only("strategy", want)
-    weights.only("dynamic", False)
     weights.only("actorder", False, "weight", "static")  # do not change the layout
     weights.only("block_structure")
-    weights.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-    weights.finish()
-    return _Group(targets, bits, symmetric, group_size)
+    return _PackedGroup(targets, bits, symmetric, group_size)
+
+
+def _scaled_group(
+    targets: ModulePatterns, weights: Settings, activations: Settings, floats: bool
+) -> _ScaledGroup:
+    """Read weights of 8 bits with activations of 8 bits, which are quantised at run time."""
+    for keys in (weights, activations):
+        keys.one_of("num_bits", (8,))
+        keys.one_of("type", ("float" if floats else "int",))
+        keys.one_of("symmetric", (True,), True)
+        keys.only("actorder")
+    known = (TENSOR, CHANNEL, BLOCK) if floats else (TENSOR, CHANNEL)
+    strategy: str = weights.one_of("strategy", known)
+    weights.only("group_size")
+    blocks = strategy == BLOCK
+    if blocks:
+        weights.one_of("block_structure", ([TILE, TILE],))
+        activations.one_of("group_size", (TILE,))
+    else:
+        weights.only("block_structure")
+        activations.only("group_size")
+    activations.one_of("strategy", ("group" if blocks else "token",))
+    activations.one_of("dynamic", (True,))
+    activations.only("block_structure")
+    activations.ignore(*_OBSERVER)
+    activations.finish()
+    return _ScaledGroup(targets, FP8_128 if blocks else FP8 if floats else W8A8, strategy)
 
 
 class CompressedLinear(PackedLinear):
-    """A linear of a compressed-tensors checkpoint."""
+    """A linear of the format pack-quantized."""
 
     scale_part, zero_part = _SCALES, _ZEROS
 
-    def __init__(self, file: Safetensors, module: str, scheme: Scheme) -> None:
-        group = max(scheme.groups, key=lambda each: each.targets.match(module))
+    def __init__(self, file: Safetensors, module: str, group: _PackedGroup) -> None:
         parts = (_WEIGHT, _SCALES, _ZEROS, _SHAPE, _ORDER)
         super().__init__(file, module, parts, group.bits, group.symmetric)
-        if scheme.ignored.match(module):
-            raise self.error(_WEIGHT, "packed, but quantization_config ignores the module")
-        if not group.targets.match(module):
-            text = f"no target of quantization_config names the module {quote(module)}"
-            raise self.error(_WEIGHT, text)
         rows, words = self.matrix(_WEIGHT)
         self.set_shape(rows, words * self.per_word, group.group_size, _WEIGHT)
         self.check_floats(_SCALES, (rows, self.groups))

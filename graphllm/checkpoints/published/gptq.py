@@ -21,8 +21,9 @@ import numpy as np
 from ...graph.dtype import I32
 from ...weights.safetensors import Safetensors
 from .blocks import transpose, unpack
-from .packed_linear import PackedLinear, modules_with
+from .packed_linear import PackedLinear
 from .settings import Settings
+from .stored_linear import modules_with
 
 _WEIGHT, _ZEROS, _SCALES, _ORDER = "qweight", "qzeros", "scales", "g_idx"
 # Keys of calibration, of the writer, and of kernels of other engines.

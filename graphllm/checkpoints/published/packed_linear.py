@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from abc import abstractmethod
 
 import numpy as np
 
-from ...errors import ModelFileError, quote
-from ...formats.quantization import dequantise
-from ...graph.dtype import I32, DType
-from ...weights.mapped_file import TensorInfo
+from ...errors import ModelFileError
+from ...graph.dtype import I32
 from ...weights.safetensors import Safetensors
 from .blocks import block_dtype, make_blocks
 from .settings import GROUP
+from .stored_linear import StoredLinear
 
 Array = np.ndarray
 _TILE = 1 << 20  # elements repacked at once, so that intermediate results stay in a cache
 _MIN_ROWS = 512  # of a tile; AWQ stores the transpose with 8 rows a word, so this is 256 bytes
-_FLOATS = ("f32", "f16", "bf16")
 
 
-def modules_with(file: Safetensors, part: str) -> Iterator[str]:
-    """Yield the modules of a file that have a tensor ``part``."""
-    for name in file.tensors:
-        module, _, own = name.rpartition(".")
-        if own == part:
-            yield module
-
-
-class PackedLinear(ABC):
+class PackedLinear(StoredLinear):
     """A weight [N, K] as packed integers. Subclasses state the layout of a method.
 
-    The constructor checks shapes and dtypes; `raw` checks values. Errors are ModelFileErrors that
-    name the tensor.
-
     Attributes:
-        module: Path of the module; the weight is called ``{module}.weight``.
-        parts: Suffixes of the module's tensors that the weight replaces.
-        shape: [N, K].
         group: Elements of a row that share a scale; the last group of a row may be smaller.
-        inexact_scales: Number of scales that lost precision as float16, known after `raw`.
     """
 
     scale_part: str  # suffixes of the tensors, for error messages
@@ -49,13 +31,11 @@ class PackedLinear(ABC):
     def __init__(
         self, file: Safetensors, module: str, parts: tuple[str, ...], bits: int, symmetric: bool
     ) -> None:
-        self.file, self.module, self.bits, self.symmetric = file, module, bits, symmetric
-        self.parts = tuple(part for part in parts if self.name(part) in file.tensors)
-        self.dtype: DType = block_dtype(bits, symmetric)
+        super().__init__(file, module, parts)
+        self.bits, self.symmetric = bits, symmetric
+        self.dtype = block_dtype(bits, symmetric)
         self.per_word = 32 // bits
-        self.shape = (0, 0)
         self.group = 0
-        self.inexact_scales = 0
 
     def set_shape(self, rows: int, columns: int, group_size: int, part: str) -> None:
         """Set the shape and the group; ``part`` is the packed tensor, for error messages."""
@@ -70,13 +50,6 @@ class PackedLinear(ABC):
         """Number of groups of a row."""
         return -(-self.shape[1] // self.group)
 
-    @property
-    def info(self) -> TensorInfo:
-        """Description of the weight as a tensor; it has no offset in a file."""
-        rows, columns = self.shape
-        nbytes = rows * self.dtype.row_nbytes(columns)
-        return TensorInfo(self.name("weight"), self.shape, self.dtype, nbytes, 0)
-
     @abstractmethod
     def words(self, rows: slice) -> Array:
         """Return unsigned integers of some rows: uint32 [n, K * bits / 32], low bits first."""
@@ -89,7 +62,7 @@ class PackedLinear(ABC):
     def zeros(self) -> Array | None:
         """Return the zero point of each group, uint8 [N, groups]; None stands for the middle."""
 
-    def check_values(self) -> None:  # noqa: B027 (not all methods have such tensors)
+    def check_values(self) -> None:
         """Check the values of tensors other than integers, scales and zero points."""
 
     def raw(self) -> Array:
@@ -148,26 +121,6 @@ class PackedLinear(ABC):
 
     # ------------------------------------------------------------------------------ stored tensors
 
-    def name(self, part: str) -> str:
-        return f"{self.module}.{part}"
-
-    def has(self, part: str) -> bool:
-        return part in self.parts
-
-    def error(self, part: str, text: str) -> ModelFileError:
-        return ModelFileError(f"{self.file.path}: tensor {quote(self.name(part))}: {text}")
-
-    def tensor(self, part: str, shape: tuple[int, ...] | None, *dtypes: str) -> TensorInfo:
-        """Return a tensor's description after a check of its shape and dtype."""
-        if self.name(part) not in self.file.tensors:
-            raise self.error(part, "missing")
-        info = self.file.readable(self.name(part))
-        if info.dtype.name not in dtypes:
-            raise self.error(part, f"is {info.dtype}, not {' or '.join(dtypes)}")
-        if shape is not None and info.shape != shape:
-            raise self.error(part, f"has shape {list(info.shape)}, not {list(shape)}")
-        return info
-
     def matrix(self, part: str) -> tuple[int, int]:
         """Return the shape of a matrix of int32."""
         shape = self.tensor(part, None, I32.name).shape
@@ -175,30 +128,9 @@ class PackedLinear(ABC):
             raise self.error(part, f"has shape {list(shape)}, which is no matrix")
         return shape[0], shape[1]
 
-    def check_floats(self, part: str, shape: tuple[int, ...]) -> None:
-        self.tensor(part, shape, *_FLOATS)
-
-    def integers(self, part: str) -> Array:
-        """Return a view of a tensor of integers in its shape, int32 as uint32."""
-        info = self.file.info(self.name(part))
-        kind = np.dtype("<u4") if info.dtype is I32 else info.dtype.numpy
-        assert kind is not None
-        return self.file.raw(self.name(part)).view(kind).reshape(info.shape)
-
-    def floats(self, part: str) -> Array:
-        """Return a tensor of floats as float32 in its shape."""
-        info = self.file.info(self.name(part))
-        with np.errstate(invalid="ignore"):  # raised by signalling NaN
-            return dequantise(self.file.raw(self.name(part)), info.dtype).reshape(info.shape)
-
     def check_group_index(self, part: str) -> None:
         """Check that ``part``, the group of each column, has groups of neighbouring columns."""
         want = np.arange(self.shape[1]) // self.group
         if not np.array_equal(self.integers(part), want):
             text = "groups that follow the order of activations (desc_act) are not supported"
             raise self.error(part, text)
-
-    def release(self) -> None:
-        """Release the pages of the module's tensors from memory."""
-        for part in self.parts:
-            self.file.release(self.name(part))

@@ -1,4 +1,4 @@
-"""A directory's tensors with each packed linear as one tensor in a block format."""
+"""A directory's tensors with each quantised linear as one tensor in a block or row format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from ...errors import ModelFileError, join_names, quote
 from ...weights.mapped_file import TensorInfo
 from ...weights.safetensors import Safetensors
-from .packed_linear import PackedLinear
+from .stored_linear import StoredLinear
 
 
 class PackedTensors:
@@ -28,15 +28,15 @@ class PackedTensors:
         ModelFileError: There is no packed linear, or one has float weights as well.
     """
 
-    def __init__(self, file: Safetensors, linears: Sequence[PackedLinear], source: str) -> None:
+    def __init__(self, file: Safetensors, linears: Sequence[StoredLinear], source: str) -> None:
         self._file = file
         self._linears = {linear.name("weight"): linear for linear in linears}
         if not linears:
             raise ModelFileError(f"{file.path}: no packed weights, which {source} declares")
-        both = next((name for name in self._linears if name in file.tensors), None)
+        replaced = {linear.name(part): linear for linear in linears for part in linear.parts}
+        both = next((n for n in self._linears if n in file.tensors and n not in replaced), None)
         if both is not None:
             raise ModelFileError(f"{file.path}: tensor {quote(both)}: stored packed as well")
-        replaced = {linear.name(part): linear for linear in linears for part in linear.parts}
         self.tensors: dict[str, TensorInfo] = {}
         for name, info in file.tensors.items():
             made = replaced[name].info if name in replaced else info

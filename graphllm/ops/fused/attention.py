@@ -151,6 +151,8 @@ def _attention_sample(
               window=(0, 50), extras=(True,)),
         *grid(_attention_sample, rows=(1, 20), heads=(3,), width=(512,), dtype=("a8_256",),
               window=(0,), latent=(64,)),
+        *grid(_attention_sample, rows=(0, 1, 7), heads=(6,), width=(64,), window=(0,),
+              dtype=("a8_row", "f8_row", "f8_128")),
     ]),
 )  # fmt: skip
 def attention_quantise(

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 
 from ...formats import A8_32, A8_256
+from ...formats.activations import A8_ROW
 from ...formats.k_quants import Q4_K
 from ...formats.legacy import Q5_0, Q8_0
 from ...formats.microscaling import MXFP4
+from ...formats.row_format import W8A8
 from ...graph.dtype import F16, F32, I32, DType
 from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Samples, Users, get, grid
@@ -73,9 +75,9 @@ def _propose_gated(node: Tensor, users: Users) -> Proposal | None:
             {"T": rows},
         ),
         rows=(0, 1, 7),
-        format=((F32, F16, F16), (A8_32, Q8_0, Q5_0)),
+        format=((F32, F16, F16), (A8_32, Q8_0, Q5_0), (A8_ROW, W8A8, W8A8)),
         bias=(False, True),
-        dtypes=((), ("a8_32",), ("a8_256",)),
+        dtypes=((), ("a8_32",), ("a8_256",), ("a8_row",)),
     ),
 )  # fmt: skip
 def gated(
@@ -127,13 +129,14 @@ def _expert_sample(
     samples=grid(
         _expert_sample,
         rows=(0, 1, 7),
-        format=((F32, F16, F16), (A8_32, Q8_0, Q8_0), (A8_256, Q4_K, Q4_K), (A8_32, Q8_0, Q5_0)),
+        format=((F32, F16, F16), (A8_32, Q8_0, Q8_0), (A8_256, Q4_K, Q4_K), (A8_32, Q8_0, Q5_0),
+                (A8_ROW, W8A8, W8A8)),
         bias=((False, False), (True, True), (False, True)),
-        dtypes=((), ("a8_32",), ("a8_256",)),
+        dtypes=((), ("a8_32",), ("a8_256",), ("a8_row",)),
         act=("silu",),
         kind=("",),
     ),
-)
+)  # fmt: skip
 def expert_gated(
     x: Tensor, w: Tensor, w2: Tensor, ids: Tensor, bias: Tensor | None = None,
     bias2: Tensor | None = None, *, act: str, kind: str, dtypes: tuple[str, ...],
@@ -187,7 +190,13 @@ def expert_clamped(
         inner=((256,), (2816,), (3, 768)),
         layout=LAYOUTS,
         act=(("silu", ""), ("gelu", "tanh"), ("gelu", "erf")),
-        dtypes=((), ("a8_32",), ("a8_256",)),
+        dtypes=((), ("a8_32",), ("a8_256",), ("a8_row",)),
+    )
+    + grid(
+        lambda dtype: Sample(
+            (_act(256, F32),) * 2, {"act": "silu", "kind": "", "dtypes": (dtype,)}, {"T": 7}
+        ),
+        dtype=("f8_row", "f8_128"),
     ),
 )
 def glu(gate: Tensor, up: Tensor, *, act: str, kind: str, dtypes: tuple[str, ...]) -> Any:
@@ -225,7 +234,7 @@ def _propose_linear_add(node: Tensor, users: Users) -> Proposal | None:
             {"T": rows},
         ),
         rows=(0, 1, 7),
-        format=((F32, F16), (A8_32, Q8_0), (A8_256, Q4_K)),
+        format=((F32, F16), (A8_32, Q8_0), (A8_256, Q4_K), (A8_ROW, W8A8)),
         bias=(False, True),
         layout=LAYOUTS,
     ),
@@ -267,7 +276,7 @@ _MIXED = ((A8_32, Q8_0), (A8_256, Q4_K), (A8_32, Q5_0))
                 {"T": rows},
             ),
             rows=(0, 1, 7),
-            format=((F32, F16), (A8_32, Q8_0)),
+            format=((F32, F16), (A8_32, Q8_0), (A8_ROW, W8A8)),
             bias=(False, True),
         ),
         *grid(

@@ -63,7 +63,7 @@ def _propose_norm_add_norm(node: Tensor, users: Users) -> Proposal | None:
         rows=(0, 1, 7),
         width=(256, 768),
         layout=LAYOUTS,
-        dtypes=((), ("a8_32",), ("a8_256",), ("a8_32", "a8_256")),
+        dtypes=((), ("a8_32",), ("a8_256",), ("a8_32", "a8_256"), ("a8_row",)),
     ),
 )
 def norm_add_norm(
@@ -129,9 +129,12 @@ def _propose_norm_quantise(node: Tensor, users: Users) -> Proposal | None:
         rows=(0, 1, 7),
         width=(256, 768),
         layout=LAYOUTS,
-        dtypes=(("a8_32",), ("a8_256",), ("a8_256", "a8_32"), ("f32", "a8_256")),
+        dtypes=(
+            ("a8_32",), ("a8_256",), ("a8_256", "a8_32"), ("f32", "a8_256"), ("a8_row",),
+            ("f8_row",), ("f8_128",), ("f32", "a8_row"),
+        ),
     ),
-)
+)  # fmt: skip
 def norm_quantise(x: Tensor, w: Tensor, *, eps: float, dtypes: tuple[str, ...]) -> Any:
     """The norm of x in each of ``dtypes``, f32 or quantised. x [T, D], w [D] -> [T, D] each."""
     return quantise_to(get("rms_norm")(x, w, eps=eps), dtypes)

@@ -59,7 +59,7 @@ def as_float64(array: np.ndarray, meta: Meta) -> np.ndarray:
     kind = meta.dtype
     if kind.numpy is not None:
         return array.astype(np.float64)
-    if kind.name.startswith("a8_"):
+    if kind in activations.ACTIVATIONS:
         k = meta.inner[-1]
         found = activations.dequantise_act(array.reshape(-1, kind.row_nbytes(k)), kind, k)
     else:

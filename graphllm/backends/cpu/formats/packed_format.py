@@ -76,6 +76,10 @@ class PackedFormat:
         """Bytes of a block of 16 rows."""
         return LANES * DTYPES[self.name].nbytes
 
+    def group_nbytes(self, columns: int) -> int:
+        """Bytes of 16 packed rows."""
+        return columns // self.block * self.nbytes
+
     def fields(self, rows: StoredRows) -> Iterator[Field]:
         """Yield the fields that a block of 16 rows is packed to; each byte at most once."""
         raise NotImplementedError
@@ -129,14 +133,14 @@ class PackedFormat:
 
 
 FORMATS: dict[str, Any] = {}  # PackedFormat by name
-BLOCK_FORMATS: dict[str, Any] = {}  # those with more than one element in a block
+BLOCK_FORMATS: dict[str, Any] = {}  # those of `graphllm.formats.BLOCK_FORMATS`
 
 
 def register(form: PackedFormat) -> PackedFormat:
     """Let the kernels of this backend run a format, which `graphllm.formats` has declared."""
     assert form.name in DTYPES, f"{form.name} is not declared in graphllm.formats"
     FORMATS[form.name] = form
-    if form.block > 1:
+    if form.name in formats.BLOCK_FORMATS:
         BLOCK_FORMATS[form.name] = form
     return form
 

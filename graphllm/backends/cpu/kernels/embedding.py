@@ -8,6 +8,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from ....formats import ROW_FORMATS
 from .. import BACKEND
 from ..formats import FORMATS
 from ..runtime.argument_block import argument_reader
@@ -18,12 +21,15 @@ from ..runtime.jit import (  # fmt: skip
     exact_helper,
     f16_to_f32,
     f32s,
+    i8s,
     i32s,
     kernel,
     load_i64,
     set_status,
+    u8s,
     u16s,
 )
+from ..runtime.lazy_numba import types
 from ..runtime.thread_pool import STATUS_ID
 from ..simd.emitter import LANES, VECTOR
 from .elementwise import thread_range
@@ -87,6 +93,33 @@ def _block_decoder(name: str) -> tuple[Any, int]:
     return run, LANES * block
 
 
+def _row_decoder(name: str) -> tuple[Any, int]:
+    """`_block_decoder` of row formats, whose scales are at the end of a row."""
+    form = ROW_FORMATS[name]
+    per, float8 = 0 if form.scaled_by_row else form.dtype.block, form.element != np.int8
+
+    @exact_helper
+    def run(row, first, y, width):
+        count, scales, out = min(_CHUNK, width - first), f32s(row + width), f32s(y + 4 * first)
+        for i in range(count):
+            d = scales[(first + i) // per] if per != 0 else scales[0]
+            if float8:
+                byte = types.uint16(u8s(row)[first + i])
+                half = ((byte & types.uint16(0x7F)) << 7) | ((byte & types.uint16(0x80)) << 8)
+                value = f16_to_f32(types.uint16(half)) * types.float32(256)
+            else:
+                value = types.float32(i8s(row)[first + i])
+            out[i] = value * d
+
+    return run, _CHUNK
+
+
+def _decoder(name: str) -> tuple[Any, int]:
+    if name in _FLOATS:
+        return _float_decoder(*_FLOATS[name])
+    return _row_decoder(name) if name in ROW_FORMATS else _block_decoder(name)
+
+
 _FLOATS = {"f32": (_f32, 4), "f16": (_f16, 2), "bf16": (_bf16, 2)}
 
 
@@ -108,7 +141,7 @@ _read_embedding = argument_reader(EmbeddingArgs)
 @cache
 def _rows(name: str) -> Kernel:
     """The kernel for a format."""
-    decode, chunk = _float_decoder(*_FLOATS[name]) if name in _FLOATS else _block_decoder(name)
+    decode, chunk = _decoder(name)
 
     @kernel(key=(FORMATS[name].cache_key,))
     def rows(p, thread, threads):

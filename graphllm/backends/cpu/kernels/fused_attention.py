@@ -6,7 +6,8 @@ from math import prod
 from typing import NamedTuple
 
 from ....backends.alignment import aligned
-from ....graph.tensor import Tensor
+from ....graph.dtype import F32
+from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from ...kernel_context import requires_constant_factors
 from .. import BACKEND
@@ -14,7 +15,7 @@ from ..runtime.argument_block import argument_reader
 from ..runtime.cores import thread_count
 from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import i32s, kernel, load_i64
-from . import attention
+from . import attention, quantize_rows
 from .elementwise import thread_range
 from .fused_linear import normalize, rms_norm_factor
 from .kv_cache import store
@@ -137,14 +138,20 @@ def _attended_nbytes(node: Tensor) -> int:
 def attention_quantise(ctx: KernelContext) -> list[Launch]:
     rows, width = ctx.out.meta.rows, ctx.out.meta.inner[0]
     attended, scratch = ctx.scratch, ctx.scratch + _attended_nbytes(ctx.node)
+    launches, out = attention.launches(ctx, attended, scratch), ctx.out
+    if out.dtype in quantize_rows.BY_ROWS:
+        meta, live = Meta.of((rows, width), F32), ctx.live(rows)
+        quantise = quantize_rows.launch(
+            meta, attended, 4 * width, live, out.address, out.row_stride, out.dtype
+        )
+        return [*launches, quantise]
     block = QuantiseArgs(
         x=attended,
         x_stride=4 * width,
-        y=ctx.out.address,
-        y_stride=ctx.out.row_stride,
+        y=out.address,
+        y_stride=out.row_stride,
         rows=ctx.live(rows),
         inner=1,
         k=width,
     )
-    quantise = Launch(quantise_kernel(ctx.out.dtype.block), block)
-    return [*attention.launches(ctx, attended, scratch), quantise]
+    return [*launches, Launch(quantise_kernel(out.dtype.block), block)]

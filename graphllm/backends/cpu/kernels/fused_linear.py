@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from math import prod, sqrt
 from typing import Any, NamedTuple
 
 from ....backends.alignment import aligned
-from ....graph.dtype import F32
+from ....formats import activation_of
+from ....graph.dtype import DTYPES, F32
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from .. import BACKEND
@@ -16,7 +18,7 @@ from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.jit import Kernel, f32s, helper, kernel, load_i64
 from ..runtime.lazy_numba import float32
-from . import linear
+from . import linear, quantize_rows
 from .elementwise import activation_function, thread_range
 from .linear_microkernels import workspace
 from .quantize import quantise_block
@@ -39,8 +41,57 @@ class Target(NamedTuple):
 _UNUSED = Target(0, 0, 0)
 
 
-def _block_of(meta: Meta) -> int:
-    return meta.dtype.block if meta.dtype.name.startswith("a8_") else 0
+def _one_or_two(node: Tensor, options: Options) -> str | None:
+    """Rule of kernels that write each row to at most two targets."""
+    kinds = [DTYPES[name] for name in node.attrs["dtypes"]]
+    if len(kinds) > 2:
+        return "a row has more than two result formats"
+    by_rows = [kind in quantize_rows.BY_ROWS for kind in kinds if kind != F32]
+    return "results are quantised by rows and by blocks" if len(set(by_rows)) > 1 else None
+
+
+def _float_bytes(node: Tensor, options: Options) -> int:
+    """Bytes of scratch for float rows that are quantised as a whole; 0 if they are a result."""
+    names = node.attrs["dtypes"]
+    if "f32" in names or not any(DTYPES[name] in quantize_rows.BY_ROWS for name in names):
+        return 0
+    assert node.src[0] is not None
+    return _float_rows(node.src[0].meta).bound().nbytes
+
+
+def _float_rows(meta: Meta) -> Meta:
+    return Meta.of(meta.shape, F32)
+
+
+def _targets(
+    ctx: KernelContext, refs: Sequence[OperandRef], like: Meta, scratch: int, same_rows: bool
+) -> tuple[list[Target], list[Launch]]:
+    """Return targets for results, and launches that quantise rows as a whole after the kernel.
+
+    Args:
+        ctx: context of the step.
+        refs: results, of the shape of ``like``.
+        like: Meta of the float rows.
+        scratch: address of `_float_bytes`.
+        same_rows: whether each thread of the kernel writes the rows that it quantises afterwards.
+    """
+    by_rows = [ref for ref in refs if ref.dtype in quantize_rows.BY_ROWS]
+    if not by_rows:
+        blocks = (0 if ref.dtype == F32 else ref.dtype.block for ref in refs)
+        return [Target(ref.address, ref.row_stride, b) for ref, b in zip(refs, blocks)], []
+    floats = next((ref for ref in refs if ref.dtype == F32), None)
+    meta, live = _float_rows(like), ctx.live(like.rows)
+    at, stride = (
+        floats.address if floats else scratch,
+        floats.row_stride if floats else meta.strides[0],
+    )
+    launches = [
+        quantize_rows.launch(
+            meta, at, stride, live, ref.address, ref.row_stride, ref.dtype, same_rows
+        )
+        for ref in by_rows
+    ]
+    return [Target(at, stride, 0)], launches
 
 
 @helper
@@ -137,11 +188,12 @@ def _norms_launch(
     ctx: KernelContext,
     weight2: int,
     eps2: float,
-    targets: list[Target],
-    total: Target | None = None,
-) -> Launch:
-    """Launch the kernel; with a ``total``, which gets x + norm(h)."""
+    refs: Sequence[OperandRef],
+    total: OperandRef | None = None,
+) -> list[Launch]:
+    """Launch the kernel, which writes the norm to ``refs``; ``total`` gets x + norm(h)."""
     x = ctx.x
+    targets, quantising = _targets(ctx, refs, x.meta, ctx.scratch, same_rows=True)
     y, y2 = [*targets, _UNUSED, _UNUSED][:2]
     block = NormsArgs(
         h=ctx.h.address if total else 0,
@@ -151,7 +203,7 @@ def _norms_launch(
         x=x.address,
         x_stride=x.row_stride,
         total=total.address if total else 0,
-        total_stride=total.stride if total else 0,
+        total_stride=total.row_stride if total else 0,
         rows=ctx.live(x.meta.rows),
         width=x.meta.shape[1],
         weight2=weight2,
@@ -163,12 +215,7 @@ def _norms_launch(
         y2_stride=y2.stride,
         y2_block=y2.block,
     )
-    return Launch(_norms, block)
-
-
-def _one_or_two(node: Tensor, options: Options) -> str | None:
-    """Rule of kernels that write each row to at most two targets."""
-    return "a row has more than two result formats" if len(node.attrs["dtypes"]) > 2 else None
+    return [Launch(_norms, block), *quantising]
 
 
 _FLOATS: dict[str, Any] = {
@@ -177,25 +224,20 @@ _FLOATS: dict[str, Any] = {
 }
 
 
-@BACKEND.kernel("norm_add_norm", when=_one_or_two, **_FLOATS)
-def norm_add_norm(ctx: KernelContext) -> Launch:
-    total, *targets = _targets(ctx)
-    return _norms_launch(ctx, ctx.w2.address, ctx.attrs["eps2"], targets, total)
+@BACKEND.kernel("norm_add_norm", when=_one_or_two, scratch=_float_bytes, **_FLOATS)
+def norm_add_norm(ctx: KernelContext) -> list[Launch]:
+    total, *refs = ctx.results
+    return _norms_launch(ctx, ctx.w2.address, ctx.attrs["eps2"], refs, total)
 
 
 @BACKEND.kernel("norm_add", **_FLOATS)
-def norm_add(ctx: KernelContext) -> Launch:
-    return _norms_launch(ctx, 0, 0.0, [], _targets(ctx)[0])
+def norm_add(ctx: KernelContext) -> list[Launch]:
+    return _norms_launch(ctx, 0, 0.0, [], ctx.results[0])
 
 
-@BACKEND.kernel("norm_quantise", when=_one_or_two, **_FLOATS)
-def norm_quantise(ctx: KernelContext) -> Launch:
-    return _norms_launch(ctx, ctx.w.address, ctx.attrs["eps"], _targets(ctx))
-
-
-def _targets(ctx: KernelContext) -> list[Target]:
-    """Targets of the op's own results."""
-    return [Target(ref.address, ref.row_stride, _block_of(ref.meta)) for ref in ctx.results]
+@BACKEND.kernel("norm_quantise", when=_one_or_two, scratch=_float_bytes, **_FLOATS)
+def norm_quantise(ctx: KernelContext) -> list[Launch]:
+    return _norms_launch(ctx, ctx.w.address, ctx.attrs["eps"], ctx.results)
 
 
 # ----------------------------------------------------------------------------------------- linears
@@ -204,7 +246,9 @@ def _targets(ctx: KernelContext) -> list[Target]:
 def _unmatched(x: Tensor | None, w: Tensor | None) -> str | None:
     """Why the weight cannot be multiplied with these activations."""
     assert x is not None and w is not None
-    fits = w.dtype.name in FORMATS and x.dtype.name in ("f32", linear.activation_format(w.dtype))
+    fits = w.dtype.name in FORMATS and (
+        x.dtype == F32 or (w.dtype.quantised and x.dtype == activation_of(w.dtype))
+    )
     return None if fits else f"x is {x.dtype}, w {w.dtype}"
 
 
@@ -288,15 +332,17 @@ def _glu(act: str, kind: str) -> Kernel:
     return glu
 
 
-@BACKEND.kernel("glu", when=_one_or_two, **_FLOATS)
-def glu(ctx: KernelContext) -> Launch:
-    return _glu_launch(ctx, ctx.gate, ctx.up)
+@BACKEND.kernel("glu", when=_one_or_two, scratch=_float_bytes, **_FLOATS)
+def glu(ctx: KernelContext) -> list[Launch]:
+    return _glu_launch(ctx, ctx.gate, ctx.up, ctx.scratch)
 
 
-def _glu_launch(ctx: KernelContext, gate: OperandRef, up: OperandRef) -> Launch:
+def _glu_launch(ctx: KernelContext, gate: OperandRef, up: OperandRef, scratch: int) -> list[Launch]:
+    """Launch the product of act(gate) and up; ``scratch``: see `_targets`."""
     *between, width = gate.meta.inner
-    lines = [*(ref.dtype.row_nbytes(width) for ref in ctx.results), 0]
-    y, y2 = [*_targets(ctx), _UNUSED][:2]
+    targets, quantising = _targets(ctx, ctx.results, gate.meta, scratch, same_rows=False)
+    y, y2 = [*targets, _UNUSED][:2]
+    lines = [4 * width if quantising else ref.dtype.row_nbytes(width) for ref in ctx.results]
     block = GluArgs(
         gate=gate.address,
         gate_stride=gate.row_stride,
@@ -312,9 +358,9 @@ def _glu_launch(ctx: KernelContext, gate: OperandRef, up: OperandRef) -> Launch:
         y2=y2.address,
         y2_stride=y2.stride,
         y2_block=y2.block,
-        y2_line=lines[1],
+        y2_line=lines[-1],
     )
-    return Launch(_glu(ctx.attrs["act"], ctx.attrs["kind"]), block)
+    return [Launch(_glu(ctx.attrs["act"], ctx.attrs["kind"]), block), *quantising]
 
 
 def _gated_when(node: Tensor, options: Options) -> str | None:
@@ -331,17 +377,17 @@ def _half(node: Tensor) -> Meta:
 @BACKEND.kernel(
     "gated",
     when=_gated_when,
-    scratch=lambda node, options: 2 * aligned(_half(node).bound().nbytes),
+    scratch=lambda node, options: 3 * aligned(_half(node).bound().nbytes),
     **linear.RULES,
 )
 def gated(ctx: KernelContext) -> list[Launch]:
     """Launch both linears without a barrier between them, then their gated product."""
     meta = _half(ctx.node)
-    found, halves = [], []
+    found, halves, nbytes = [], [], aligned(meta.bound().nbytes)
     for i in range(2):
         x, w, bias = ctx.inputs[3 * i : 3 * i + 3]
         assert x is not None and w is not None
-        half = OperandRef(ctx.scratch + i * aligned(meta.bound().nbytes), meta, ctx.out.operand)
+        half = OperandRef(ctx.scratch + i * nbytes, meta, ctx.out.operand)
         halves.append(half)
         found.append(linear.launch(ctx, x, w, bias, half, overlaps_previous=i > 0))
-    return [*found, _glu_launch(ctx, *halves)]
+    return [*found, *_glu_launch(ctx, halves[0], halves[1], ctx.scratch + 2 * nbytes)]

@@ -11,12 +11,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from .... import ops
-from ....graph.dtype import F32, DType
+from ....formats import ACTIVATIONS, activation_of
+from ....graph.dtype import F32
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from ...kernel_context import address
 from .. import BACKEND
-from ..formats import BLOCK_FORMATS, FORMATS
+from ..formats import FORMATS
+from ..formats.row_formats import Float8Rows
 from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.isa import isa
@@ -49,6 +51,7 @@ def tile_shape(name: str, floating: bool) -> tuple[int, int]:
 
     Groups share each activation that is loaded, tokens share each weight.
     """
+    floating = floating or isinstance(FORMATS[name], Float8Rows)
     if isa().avx512 and (floating or not FORMATS[name].signed(isa())):
         return 3, 4
     if isa().avx2 and floating:
@@ -226,30 +229,27 @@ def groups_per_chunk(w: Meta, matrices: int, threads: int) -> int:
     return max(1, min(matrices * groups // (_CHUNKS_PER_THREAD * threads), _CHUNK_BYTES // nbytes))
 
 
-def activation_format(w: DType) -> str:
-    """Format of the quantised activations that a weight format is multiplied with."""
-    return "a8_32" if w.block == 32 else "a8_256"
-
-
 def _integer_when(node: Tensor, options: Options) -> str | None:
     x, w = node.src[:2]
     assert x is not None and w is not None
+    if not w.dtype.quantised:
+        return f"w is {w.dtype}"
     if x.dtype == F32:
         return "linear is float" if options.linear == "float" else None
-    return None if x.dtype.name == activation_format(w.dtype) else f"x is {x.dtype}, w {w.dtype}"
+    return None if x.dtype == activation_of(w.dtype) else f"x is {x.dtype}, w {w.dtype}"
 
 
 def _quantised(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     x, w, *rest = node.src
     if x is not None and w is not None and x.dtype == F32:
-        x = ops.quantise_act(x, dtype=activation_format(w.dtype))
+        x = ops.quantise_act(x, dtype=activation_of(w.dtype).name)
     return (x, w, *rest)
 
 
 RULES: dict[str, Any] = {"layout": {"x": ROWS}, "pack": {"w": pack}}
 FLOAT: dict[str, Any] = {"dtypes": {"x": "f32", "w": FORMATS}, **RULES}
 INTEGER: dict[str, Any] = {
-    "dtypes": {"x": ("f32", "a8_32", "a8_256"), "w": BLOCK_FORMATS},
+    "dtypes": {"x": ("f32", *(kind.name for kind in ACTIVATIONS)), "w": FORMATS},
     "when": _integer_when,
     "lower": _quantised,
     **RULES,

@@ -29,7 +29,7 @@ BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m if the format has one
 # A super-block's panel: bytes of q, then scales, corrections and offsets, factors.
 _K_WORDS = 64 * VECTOR
 PANEL = _K_WORDS + (16 + 8 + 2) * VECTOR
-_IN_PLACE_AHEAD = 4096  # prefetch distance in bytes of tiles that read packed weights
+IN_PLACE_AHEAD = 4096  # prefetch distance in bytes of tiles that read packed weights
 
 
 def token_rows(e: Emitter, tokens: int, left: Value, rows: Value) -> list[Value]:
@@ -92,7 +92,7 @@ def _whole_dots(
     e: Emitter, f: Block32 | Block256, panels: list[Value], count: int, rows: list[Value],
     begin: list[list[Value]], scales: list[Value],
 ) -> list[list[Value]]:  # fmt: skip
-    """As `_dots`, each dot as a whole."""
+    """As `word_dots`, each dot as a whole."""
     words = [[e.load(panel, offset=VECTOR * j) for j in range(count)] for panel in panels]
     dots = []
     for row, totals in zip(rows, begin):
@@ -106,7 +106,7 @@ def _whole_dots(
     return dots
 
 
-def _dots(
+def word_dots(
     e: Emitter, f: Block32 | Block256, panels: list[Value], count: int, rows: list[Value],
     begin: list[list[Value]], scales: list[Value],
 ) -> list[list[Value]]:  # fmt: skip
@@ -153,8 +153,8 @@ def _tile_32(
         xs = [e.at(q, e.times(loop.index, 32), row) for row in rows]
         ds, ss = ([e.at(plane, four, row) for row in rows] for plane in (d, s))
         begin = [[dot_start_32(e, f, sums)] * count for sums in ss]
-        with e.prefetching(_IN_PLACE_AHEAD) if in_place else nullcontext():
-            dots = _dots(e, f, at, 8, xs, begin, [e.i32(0x00010001)] * count)
+        with e.prefetching(IN_PLACE_AHEAD) if in_place else nullcontext():
+            dots = word_dots(e, f, at, 8, xs, begin, [e.i32(0x00010001)] * count)
             each = range(8, 9 + f.has_minimum)
             factors = [
                 f.factors(e, panel) if in_place else [e.load(panel, F32S, VECTOR * j) for j in each]
@@ -189,12 +189,12 @@ def _tile_k(
         if e.isa.vnni:
             four = e.times(loop.index, 4)
             begin = [[dot_start_k(e, f, e.at(place, four))] * count for place in sums_of]
-            for total, dots in zip(totals, _dots(e, f, at, per, xs, begin, scales)):
+            for total, dots in zip(totals, word_dots(e, f, at, per, xs, begin, scales)):
                 for one, dot, scale in zip(total, dots, scales):
                     e.set(one, e.add_scaled(dot, scale, e.get(one), f.fits_i16(e)))
         else:
             begin = [[e.get(one) for one in total] for total in totals]
-            for total, dots in zip(totals, _dots(e, f, at, per, xs, begin, scales)):
+            for total, dots in zip(totals, word_dots(e, f, at, per, xs, begin, scales)):
                 for one, dot in zip(total, dots):
                     e.set(one, dot)
     for g, panel in enumerate(panels):
@@ -227,4 +227,5 @@ def _add_k(
     e.store(e.add(e.load(c, F32S), e.mul(contribution, e.broadcast_f32(d))), c)
 
 
-__all__ = ["BLOCK32_PANEL", "CHUNK", "PANEL", "tile", "token_rows", "unpack"]
+__all__ = ["BLOCK32_PANEL", "CHUNK", "IN_PLACE_AHEAD", "PANEL", "tile", "token_rows", "unpack",
+           "word_dots"]  # fmt: skip

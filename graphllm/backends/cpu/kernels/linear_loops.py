@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+from ....formats import ROW_FORMATS
 from ..formats import FORMATS
 from ..runtime.isa import isa
-from ..runtime.jit import f32s, helper, i64s
+from ..runtime.jit import helper, i64s
 from ..simd.emitter import VECTOR
 from .amx_operands import CHUNK_BYTES, GROUP_PANEL
 from .linear_amx import GROUP_RESULTS, PAIR_GROUPS, PAIR_TOKENS, WIDE_TOKENS
@@ -26,74 +26,19 @@ from .linear_microkernels import (
     unpack,
     unpack_float,
 )
-
-GROUP_ROWS = 16  # weight rows that are interleaved in packed weights
-PASS_TOKENS = 128  # tokens whose results fit the L1 cache; whole tiles
-_AHEAD_GROUPS = 4  # groups whose chunks of columns are prefetched while one is multiplied
-
-
-@helper
-def zero_results(c, nbytes):
-    """Zero accumulators at ``c``."""
-    results = f32s(c)
-    for i in range(nbytes // 4):
-        results[i] = 0
-
-
-@helper
-def no_gemv(w, g, x, k, c):
-    """Stands for the missing GEMV of formats whose GEMM also serves a single token."""
-
-
-def _token_tiles(groups: int, tokens: int, make_tile: Callable[[int], Any]) -> Any:
-    """Make a helper that goes over ``count`` tokens in tiles of ``tokens`` and smaller ones.
-
-    Small tiles come first, until whole large ones remain: any even number of tokens from 4 on is a
-    sum of tiles of 4 and 6.
-    ``make_tile(tokens)`` makes ``tile(left, panel, size, x, rows, at, k, c, ahead, step, lines)``
-    for ``size`` blocks from column ``at`` on, of ``k``; for the other arguments see
-    `linear_microkernels`. All tiles together prefetch ``nbytes`` of each group from ``ahead`` on,
-    spread evenly, as the loop of a tile has ``loops`` iterations: memory is read while the
-    processor multiplies.
-    """
-    few, token_bytes = 4 if tokens == 6 else tokens // 2, groups * 4 * GROUP_ROWS
-    large, small = make_tile(tokens), make_tile(few)
-
-    @helper
-    def run(panel, size, x, rows, at, k, c, count, ahead, step, nbytes, loops):
-        iterations = (count + tokens - 1) // tokens * loops
-        lines, t = (nbytes // VECTOR + iterations - 1) // iterations, 0
-        while t < count:
-            left, at_x, to = count - t, rows + 8 * t, c + t * token_bytes
-            if (left - 1) % tokens < few:  # a tile that is not full costs less than two small ones
-                small(left, panel, size, x, at_x, at, k, to, ahead, step, lines)
-                t += few
-            else:
-                large(left, panel, size, x, at_x, at, k, to, ahead, step, lines)
-                t += tokens
-            ahead, nbytes = ahead + lines * loops * VECTOR, nbytes - lines * loops * VECTOR
-            lines = lines if nbytes > 0 else 0
-
-    return run
-
-
-def _following_chunk(groups: int) -> Any:
-    """Make a helper that returns where the chunk of columns begins that is prefetched meanwhile.
-
-    Its arguments are the first column, the columns of a chunk and of a row, and the first group of
-    the present chunk; it counts in columns of the whole matrix.
-    """
-    chunks = max(1, _AHEAD_GROUPS // groups)
-
-    @helper
-    def following(at, chunk, columns, g):
-        for _ in range(chunks):
-            at += chunk
-            if at >= columns:
-                at, g = 0, g + groups
-        return g * columns + at
-
-    return following
+from .linear_row_loops import make_row_loops, make_wide_row_loops
+from .token_tiles import (
+    GROUP_ROWS,
+    NEVER,
+    PASS_TOKENS,
+    WIDE_GROUPS,
+    WideLoops,
+    following_chunk,
+    no_gemv,
+    no_wide_gemm,
+    token_tiles,
+    zero_results,
+)
 
 
 def _integer(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
@@ -143,7 +88,7 @@ def _integer_gemm(name: str, groups: int, tokens: int, in_place: bool) -> Any:
 
         return run
 
-    tiles, following = _token_tiles(groups, tokens, make_tile), _following_chunk(groups)
+    tiles, following = token_tiles(groups, tokens, make_tile), following_chunk(groups)
 
     @helper
     def gemm(w, g, last, x, rows, k, panel, c, count):
@@ -181,7 +126,7 @@ def _float(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
 
         return run
 
-    tiles, following = _token_tiles(groups, tokens, make_tile), _following_chunk(groups)
+    tiles, following = token_tiles(groups, tokens, make_tile), following_chunk(groups)
 
     @helper
     def gemv(w, g, x, k, c):
@@ -220,36 +165,17 @@ def make_loops(name: str, floating: bool, groups: int, tokens: int) -> tuple[Any
         ``gemv(w, g, x, k, c)`` for one token (or `no_gemv`),
         ``gemm(w, g, last, x, rows, k, panel, c, count)`` for several, and the bytes of its panels.
     """
+    if name in ROW_FORMATS:
+        return make_row_loops(name, floating, groups, tokens)
     return (_float if floating else _integer)(name, groups, tokens)
-
-
-# ---------------------------------------------------------------------------------- many tokens
-
-WIDE_GROUPS = 8  # that share the activations of a chunk
-
-
-class WideLoops(NamedTuple):
-    """The loops for many tokens, and when they are faster than the others."""
-
-    gemm: Any  # (w, g, last, x, rows, k, space, c, count): at most `WIDE_GROUPS` groups
-    nbytes: int  # of space
-    least: int  # tokens, of all together
-    unit: int  # tokens that take as long as fewer of them
-    tail: int  # tokens in the last unit
-
-
-NEVER = 1 << 40
-
-
-@helper
-def _no_wide_gemm(w, g, last, x, rows, k, space, c, count):
-    """Stands for the missing loops of targets without AMX."""
 
 
 def make_wide_loops(name: str, floating: bool) -> WideLoops:
     """Make the loops for AMX; on other targets, a function that is never called."""
+    if name in ROW_FORMATS:
+        return make_wide_row_loops(name, floating)
     if floating or not isa().amx:
-        return WideLoops(_no_wide_gemm, 0, NEVER, 1, 1)
+        return WideLoops(no_wide_gemm, 0, NEVER, 1, 1)
     form = FORMATS[name]
     code, block, nbytes, per_chunk = form.code, form.block, form.nbytes, CHUNK // form.block
     panels = WIDE_TOKENS * CHUNK_BYTES

@@ -20,7 +20,14 @@ from typing import Any
 
 from ..runtime.lazy_numba import RequireLiteralValue, intrinsic, types
 from ..simd.emitter import Emitter, Value
-from . import amx_operands, linear_amx, linear_float, linear_integer, linear_one_token
+from . import (
+    amx_operands,
+    linear_amx,
+    linear_float,
+    linear_integer,
+    linear_one_token,
+    linear_rows,
+)
 
 
 def _emitted(literals: tuple[Any, ...], values: int, emit: Callable[..., None]) -> Any:
@@ -112,6 +119,62 @@ def tile_float(
 def fused_float(typingctx, fmt, w, columns, x, c):
     """c += at most a chunk of columns of a plain format times one token's float activations."""
     return _emitted((fmt,), 4, linear_float.fused)
+
+
+@intrinsic(prefer_literal=True)
+def row_tile(typingctx, fmt, groups, tokens, left, panel, blocks, q, rows, c):
+    """c, int32, += packed blocks of groups, whose addresses are at ``panel``, times activations."""
+    return _emitted((fmt, groups, tokens), 6, linear_rows.tile)
+
+
+@intrinsic(prefer_literal=True)
+def row_fused(typingctx, fmt, w, blocks, x, c):
+    """c, int32, += packed blocks of a group times one token's activations."""
+    return _emitted((fmt,), 4, linear_rows.fused)
+
+
+@intrinsic(prefer_literal=True)
+def row_finish(typingctx, fmt, groups, scales, x, k, rows, count, c, token_bytes, group_bytes):
+    """Replace int32 sums of ``count`` tokens at ``c`` by results."""
+    return _emitted((fmt, groups), 8, linear_rows.finish)
+
+
+@intrinsic(prefer_literal=True)
+def row_amx_configure(typingctx):
+    """Set the shapes of this thread's tile registers, until `amx_release`."""
+    return _emitted((), 0, linear_rows.configure)
+
+
+@intrinsic(prefer_literal=True)
+def row_amx_gather(typingctx, x, steps, rows, count, tiles):
+    """Copy steps of 64 columns of ``count`` tokens' activations to tiles."""
+    return _emitted((), 5, linear_rows.gather)
+
+
+@intrinsic(prefer_literal=True)
+def row_amx_tiles(
+    typingctx, first, second, steps, activations, count, c, group_bytes, ahead, ahead_step
+):
+    """c, int32, += packed columns of two groups times ``count`` tokens' activations."""
+    return _emitted((), 9, linear_rows.tiles)
+
+
+@intrinsic(prefer_literal=True)
+def row_unpack(typingctx, fmt, w, scales, panel, blocks):
+    """Upcast packed blocks of a row format to f32 [k][16] for `tile_float`."""
+    return _emitted((fmt,), 4, linear_rows.unpack)
+
+
+@intrinsic(prefer_literal=True)
+def row_fused_float(typingctx, fmt, w, scales, blocks, x, c):
+    """c += packed blocks of a row format times one token's float activations."""
+    return _emitted((fmt,), 5, linear_rows.fused_float)
+
+
+@intrinsic(prefer_literal=True)
+def upcast_activations(typingctx, q, d, to, columns):
+    """Upcast e4m3 activations with one scale to float32."""
+    return _emitted((), 4, linear_rows.upcast_activations)
 
 
 @intrinsic(prefer_literal=True)

@@ -73,16 +73,22 @@ class _ShortSums:
 def _fused_32(
     e: Emitter, f: Block32, acc: Value, block: Value, x: Value, d: Value, s: Value
 ) -> Value:
-    dot, short = dot_start_32(e, f, s), _ShortSums(e, f, 8)
+    dot = e.variable(dot_start_32(e, f, s))
     with e.prefetching():
-        for j, word in f.words(e, block):
-            one = e.broadcast_i32(x, 4 * j)
-            if not short.terms:
-                dot = f.dot(e, [(word, one)], dot)
-            elif (part := short.add(0, word, one)) is not None:
-                dot = e.dot_i16(part, e.i32(0x00010001), dot)
+        dot_words(e, f, block, x, [dot])
         factors = f.factors(e, block)
-    return add_32(e, f, acc, dot, factors, d, s)
+    return add_32(e, f, acc, e.get(dot), factors, d, s)
+
+
+def dot_words(e: Emitter, f: Block32, block: Value, x: Value, sums: list[Value]) -> None:
+    """Add the products of a block of 32 and activations to variables, to each in turn."""
+    short = _ShortSums(e, f, 8)
+    for j, word in f.words(e, block):
+        one, total = e.broadcast_i32(x, 4 * j), sums[j % len(sums)]
+        if not short.terms:
+            e.set(total, f.dot(e, [(word, one)], e.get(total)))
+        elif (part := short.add(0, word, one)) is not None:
+            e.set(total, e.dot_i16(part, e.i32(0x00010001), e.get(total)))
 
 
 def _fused_k(

@@ -1,4 +1,5 @@
-"""Quantisation of activations and weights, bit for bit as in `graphllm.formats.quantization`."""
+"""Quantisation to blocks of activations and weights, bit for bit as in
+`graphllm.formats.quantization`. `quantize_rows` registers the kernels of both ops."""
 
 from __future__ import annotations
 
@@ -7,9 +8,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ....graph.dtype import DTYPES
-from ....graph.tensor import Tensor
-from ... import ROWS, Options
-from .. import BACKEND
 from ..formats import FORMATS
 from ..formats.encoder import ROUND, ROUND_BITS, BlockEncoder
 from ..runtime.argument_block import argument_reader
@@ -21,20 +19,20 @@ from ..simd.emitter import F32, F32S, I8, I16, I32, I32S, LANES, VECTOR, Emitter
 
 _CHUNK_COLUMNS = 4096  # columns that a thread takes at a time
 _TINY_BITS = 0x0D800000  # of 2**-100
-_INF_BITS, _NAN_BITS = 0x7F800000, 0x7FC00000
+INF_BITS, _NAN_BITS = 0x7F800000, 0x7FC00000
 
 
-def _factors(e: Emitter, largest: Value) -> tuple[Value, Value, Value]:
-    """Return (127 / amax, bits of d, whether the block is finite and not tiny) from amax's bits."""
+def scale_factors(e: Emitter, largest: Value, most: float) -> tuple[Value, Value, Value]:
+    """Return (most / amax, bits of d, whether it is finite and not tiny) from the bits of amax."""
     b = e.b
-    finite = b.icmp_unsigned("<", largest, ir.Constant(I32, _INF_BITS))
+    finite = b.icmp_unsigned("<", largest, ir.Constant(I32, INF_BITS))
     some = b.icmp_unsigned(">=", largest, ir.Constant(I32, _TINY_BITS))
     live = b.and_(finite, some)
     one = ir.Constant(F32, 1.0)
-    amax, most = b.select(live, b.bitcast(largest, F32), one), ir.Constant(F32, 127.0)
-    d = b.bitcast(e.divide_positive(amax, most), I32)
+    amax, top = b.select(live, b.bitcast(largest, F32), one), ir.Constant(F32, most)
+    d = b.bitcast(e.divide_positive(amax, top), I32)
     d = b.select(live, d, b.select(finite, ir.Constant(I32, 0), ir.Constant(I32, _NAN_BITS)))
-    return e.divide_positive(most, amax), d, live
+    return e.divide_positive(top, amax), d, live
 
 
 def _quantise(e: Emitter, block: int, x: Value, q: Value, d: Value, s: Value) -> None:
@@ -45,7 +43,7 @@ def _quantise(e: Emitter, block: int, x: Value, q: Value, d: Value, s: Value) ->
     for value in values[1:]:
         size = e.mask(value, 0x7FFFFFFF)
         largest = b.select(b.icmp_unsigned(">", size, largest), size, largest)
-    inverse, scale, live = _factors(e, e.reduce("umax", largest))
+    inverse, scale, live = scale_factors(e, e.reduce("umax", largest), 127.0)
     e.store(scale, d)
     keep, inverse = e.splat(b.sext(live, I32)), e.splat(inverse)
     sums = []
@@ -114,12 +112,8 @@ def quantise_kernel(block: int) -> Kernel:
     return quantise
 
 
-def _to_int8(node: Tensor, options: Options) -> str | None:
-    return None if node.dtype.quantised else f"to {node.dtype}"
-
-
-@BACKEND.kernel("quantise_act", dtypes={"x": "f32"}, layout={"x": ROWS}, when=_to_int8)
-def quantise_act(ctx: KernelContext) -> Launch:
+def launch_act(ctx: KernelContext) -> Launch:
+    """Launch `quantise_act` to a format with blocks."""
     x, out = ctx.x, ctx.out
     block = QuantiseArgs(
         x=x.address,
@@ -137,7 +131,7 @@ def quantise_act(ctx: KernelContext) -> Launch:
 
 _RUN = 256  # elements that are encoded together: a block of 256, or eight blocks of 32
 _CHUNK = 1 << 15  # elements that a thread takes at a time, a multiple of `_RUN`
-_LOADS = {
+LOADS = {
     "f32": BlockEncoder.load_f32,
     "f16": BlockEncoder.load_f16,
     "bf16": BlockEncoder.load_bf16,
@@ -151,7 +145,7 @@ def encode(typingctx, source, target, elements, x, y):
     The dtypes and the number of elements are literals. Returns an int64, 1 if an element is
     infinite or NaN, else 0.
     """
-    load, write = _LOADS[source.literal_value], FORMATS[target.literal_value].encode
+    load, write = LOADS[source.literal_value], FORMATS[target.literal_value].encode
     assert write is not None
     nbytes, count = DTYPES[source.literal_value].nbytes, elements.literal_value
 
@@ -209,13 +203,8 @@ def _to_blocks(source: str, target: str) -> Kernel:
     return to_blocks
 
 
-def _has_encoder(node: Tensor, options: Options) -> str | None:
-    form = FORMATS.get(node.dtype.name)
-    return None if form and form.encode else f"no encoder for {node.dtype}"
-
-
-@BACKEND.kernel("quantise", dtypes={"x": tuple(_LOADS)}, layout={"x": ROWS}, when=_has_encoder)
-def quantise(ctx: KernelContext) -> Launch:
+def launch_weights(ctx: KernelContext) -> Launch:
+    """Launch `quantise` to a block format."""
     x, out = ctx.x, ctx.out
     block = EncodeArgs(
         x=x.address,

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....formats import quantization
+from ....formats import ROW_FORMATS, quantization
 from ....graph.dtype import DType
 from ....graph.tensor import Meta
 from ..formats import BLOCK_FORMATS, FORMATS, by_code
+from ..formats.row_formats import STEP
 from ..runtime.argument_block import argument_reader
 from ..runtime.atomics import advise_pages
 from ..runtime.cores import usable_cores
 from ..runtime.host_memory import SLABS
-from ..runtime.jit import Kernel, helper, i64s, kernel, next_chunk
+from ..runtime.jit import Kernel, helper, i32s, i64s, kernel, next_chunk
 from ..runtime.lazy_numba import intrinsic, types
 from ..runtime.program import CompiledProgram, Launch
 from ..runtime.step_interpreter import BARRIER
@@ -72,6 +73,7 @@ class PackArgs(NamedTuple):
     matrices: int
     rows: int  # of a matrix
     blocks: int  # of a row
+    group_bytes: int  # of 16 packed rows
     mapped: int  # whether the rows are in a file that is mapped read-only
     report: int  # int64 per thread, the first row with a bad scale
 
@@ -87,12 +89,40 @@ def _advise(start, end, advice):
     advise_pages(first, end - first, advice)
 
 
+@helper
+def _no_scales(source, stride, rows, columns, group):
+    """Stands for the packing of scales that are not apart from the blocks."""
+    return 0
+
+
+def _scale_packer(form: Any) -> Any:
+    """A helper that packs the scales of the rows of a group of a row format, if it is one; returns
+    bits of rows of which a scale is infinite or NaN."""
+    if form.name not in ROW_FORMATS:
+        return _no_scales
+    per = form.scale_columns
+
+    @helper
+    def pack_scales(source, stride, rows, columns, group):
+        bad, target = 0, i32s(group + (columns + STEP - 1) // STEP * STEP * LANES)
+        for r in range(rows):
+            scales = i32s(source + r * stride + columns)
+            for i in range(columns // per if per != 0 else 1):
+                target[i * LANES + r] = scales[i]
+                if scales[i] & 0x7F800000 == 0x7F800000:
+                    bad |= 1 << r
+        return bad
+
+    return pack_scales
+
+
 @cache
 def _packer(name: str, packs: bool) -> Kernel:
     """The kernel that packs matrices, or only checks their scales."""
     form = FORMATS[name]
-    code, nbytes = form.code, form.nbytes
+    code, nbytes, block = form.code, form.nbytes, form.block
     stored, run_block = nbytes // LANES, pack_block if packs else check_block
+    pack_scales = _scale_packer(form)
 
     @kernel(key=(form.cache_key, packs))
     def packer(p, thread, threads):
@@ -111,9 +141,11 @@ def _packer(name: str, packs: bool) -> Kernel:
             for g in range(first, last + 1):
                 row = g // groups * a.rows + g % groups * LANES
                 rows = min(LANES, a.rows - g % groups * LANES)
-                source, target = a.source + row * a.stride, a.target + g * nbytes * a.blocks
+                source, target = a.source + row * a.stride, a.target + g * a.group_bytes
+                bad = pack_scales(source, a.stride, rows, a.blocks * block, target)
                 for b in range(a.blocks):
-                    bad = run_block(code, source + b * stored, a.stride, rows, target + b * nbytes)
+                    at = source + b * stored
+                    bad |= run_block(code, at, a.stride, rows, target + b * nbytes)
                     if bad != 0:
                         while bad & 1 == 0:
                             bad, row = bad >> 1, row + 1
@@ -127,10 +159,9 @@ def _packer(name: str, packs: bool) -> Kernel:
 
 
 def packed_bytes(meta: Meta) -> int:
-    """Bytes of a packed weight [..., N, K]: those of its blocks, with N rounded up to 16."""
+    """Bytes of a packed weight [..., N, K], with N rounded up to 16."""
     matrices, rows, columns = _sizes(meta)
-    form = FORMATS[meta.dtype.name]
-    return matrices * -(-rows // LANES) * (columns // form.block) * form.nbytes
+    return matrices * -(-rows // LANES) * FORMATS[meta.dtype.name].group_nbytes(columns)
 
 
 def _sizes(meta: Meta) -> tuple[int, int, int]:
@@ -154,10 +185,10 @@ def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
     The last tile of a matrix is padded with copies of its last row, whose results are not used.
     ModelFileError if a block has an infinite or NaN scale.
     """
-    matrices, rows, _ = _sizes(meta)
+    matrices, rows, columns = _sizes(meta)
     assert len(raw) == matrices * rows
     packed = SLABS.cut(packed_bytes(meta))
-    _run_packer(raw, meta.dtype, packed, rows)
+    _run_packer(raw, meta.dtype, packed, rows, columns)
     return packed
 
 
@@ -166,12 +197,15 @@ def check_scales(raw: np.ndarray, dtype: DType) -> None:
     if raw.nbytes < _CHUNK or dtype.name not in BLOCK_FORMATS or raw.strides[1] != 1:
         quantization.check_scales(raw, dtype)
     else:
-        _run_packer(raw, dtype, None, len(raw))
+        _run_packer(raw, dtype, None, len(raw), raw.shape[1] // dtype.nbytes * dtype.block)
 
 
-def _run_packer(raw: np.ndarray, dtype: DType, packed: np.ndarray | None, rows: int) -> None:
+def _run_packer(
+    raw: np.ndarray, dtype: DType, packed: np.ndarray | None, rows: int, columns: int
+) -> None:
     """Pack uint8 [n * ``rows``, row_bytes] to ``packed``, or check the scales if it is None."""
     assert raw.dtype == np.uint8 and raw.strides[1] == 1
+    form = FORMATS[dtype.name]
     threads = max(1, min(_PACKERS, usable_cores(), raw.nbytes // _CHUNK))
     report = np.full(threads, -1, np.int64)
     block = PackArgs(
@@ -180,7 +214,8 @@ def _run_packer(raw: np.ndarray, dtype: DType, packed: np.ndarray | None, rows: 
         target=0 if packed is None else packed.ctypes.data,
         matrices=len(raw) // rows,
         rows=rows,
-        blocks=raw.shape[1] // dtype.nbytes,
+        blocks=columns // form.block,
+        group_bytes=form.group_nbytes(columns),
         mapped=_in_mapped_file(raw),
         report=report.ctypes.data,
     )

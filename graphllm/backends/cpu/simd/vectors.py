@@ -138,9 +138,13 @@ class VectorBuilder:
 
     def load_f16(self, address: Value, offset: int = 0) -> Value:
         """Load 16 float16 as f32x16."""
+        return self.half_to_f32(self.load(address, I16S, offset))
+
+    def half_to_f32(self, x: Value) -> Value:
+        """Upcast 16 float16, given by their bits as i16x16, to f32x16."""
         if self.isa.f16c:
-            return self.b.fpext(self.load(address, F16S, offset), F32S)
-        bits = self.b.zext(self.load(address, I16S, offset), I32S)
+            return self.b.fpext(self.b.bitcast(x, F16S), F32S)
+        bits = self.b.zext(x, I32S)
         # After the shift the exponent is 112 too small. A product corrects that, also for
         # subnormals; the largest exponent means infinity or NaN.
         size = self.b.bitcast(self.shl(self.mask(bits, 0x7FFF), 13), F32S)
