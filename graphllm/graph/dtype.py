@@ -34,9 +34,8 @@ class DType:
     def row_nbytes(self, elements: int) -> int:
         """Return the bytes of a row of ``elements``. GraphError if these are not whole blocks."""
         if elements % self.block:
-            raise GraphError(
-                f"{elements} elements are not whole {self.name} blocks of {self.block}"
-            )
+            blocks = f"whole {self.name} blocks of {self.block}"
+            raise GraphError(f"{elements} elements are not {blocks}")
         return -(-(elements // self.block * self.nbytes + self.tail) // self.align) * self.align
 
     def __repr__(self) -> str:

