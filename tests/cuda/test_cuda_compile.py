@@ -32,13 +32,15 @@ ARCHS = ("sm_75", "sm_80", "sm_90a")
 def targets(made: source.Module) -> tuple[str, ...]:
     """The generations for which a plan may use the module; see test_cuda_plans.py.
 
-    Tensor core kernels need capability 8.0, and small batches of more than 16 tokens 9.0. The
-    expert GEMV multiplies half activations only below.
+    Tensor core kernels need capability 8.0, and small batches of more than 16 tokens 9.0, but for
+    bytes, whose kernels below have fewer stages. The expert GEMV multiplies half activations only
+    below.
     """
     macros = dict(made.defines)
-    if macros.get("WGMMA") == "1" or (
-        made.file.startswith("small_batch") and int(macros["TOKENS"]) > 16
-    ):
+    if made.file.startswith("small_batch") and int(macros["TOKENS"]) > 16:
+        fewer = (macros["TOKENS"], macros["STAGES"]) == ("32", "4") and "EIGHT_BITS" in macros
+        return ARCHS[1:2] if fewer else ARCHS[2:]
+    if macros.get("WGMMA") == "1" or made.file == "gemm_bytes.cu":
         return ARCHS[2:]
     if needs_tensor_cores(made):
         return ARCHS[1:]

@@ -15,7 +15,7 @@ from random_models import MIXTURES, WIDE, decoder, engine
 from graphllm import ops
 from graphllm.backends import Options
 from graphllm.engine.request import Sampling
-from graphllm.formats import BLOCK_FORMATS, WEIGHT_FORMATS, quantization
+from graphllm.formats import BLOCK_FORMATS, WEIGHT_FORMATS, activation_of, quantization
 from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import I32, dtype
 from graphllm.graph.tensor import Var, feed, weight
@@ -61,7 +61,7 @@ def sample(tokens, shape, kind, x="f32", k=2, each=False, bias=False, ids=random
 
 def several(kind: str, **more) -> list[Sample]:
     """More rows than a block computes, and depths of whole and partial pieces."""
-    depths = (256, 768) if dtype(kind).block == 256 else (96, 352)
+    depths = (256, 768) if dtype(kind).block > 32 else (96, 352)
     return [
         sample(t, (5, rows, depth), kind, each=each, **more)
         for t in TOKENS
@@ -97,7 +97,7 @@ def test_float_activations(kind):
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
 def test_quantised_activations(kind):
     """Exact except for the order of summation, at any number of tokens."""
-    x = "a8_32" if dtype(kind).block == 32 else "a8_256"
+    x = activation_of(dtype(kind)).name
     assert not wrong_ones("expert_linear", several(kind, x=x, bias=True))
 
 
@@ -180,7 +180,7 @@ def test_gated_units_of_experts(kind, bias):
     """One step computes both products and the activation, in the dtype that the next step reads;
     few pairs, small groups and large ones."""
     rng, form = np.random.default_rng(3), dtype(kind)
-    depth, inner = (512, 256) if form.block == 256 else (96, 160)
+    depth, inner = (512, 256) if form.block > 32 else (96, 160)
     shapes = {"gate": (5, inner, depth), "up": (5, inner, depth), "down": (5, depth, inner)}
     held = {}
     for name, shape in shapes.items():

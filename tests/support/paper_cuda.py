@@ -22,7 +22,10 @@ class Paper(CudaDevice):
     def __init__(self, capability: tuple[int, int], options: Options) -> None:
         self.options = options
         self.memory, self.modules, self.built = "paper", set(), []
-        self.gpu = SimpleNamespace(capability=capability, processors=72)
+        self.gpu = SimpleNamespace(
+            capability=capability, processors=72, max_clusters=lambda launch: 72 // launch.cluster,
+            library=SimpleNamespace(cuTensorMapEncodeTiled=lambda *arguments: 0),
+        )  # fmt: skip
 
     def alloc(self, nbytes):
         return SimpleNamespace(address=1 << 40, nbytes=nbytes)

@@ -21,7 +21,7 @@ from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext
 from ..runtime.source import Module, module
 from ..runtime.work import MOSTLY_CACHE, Launch, ceil
-from .quantize import HALVES, quantise, target, unit
+from .quantize import HALVES, has_row_scales, quantise, target, unit
 
 _ARGUMENT = ArgumentStruct("attention.cuh", "Attention")
 _TARGET = ArgumentStruct("quantize.cuh", "Target")
@@ -322,10 +322,11 @@ def attention_quantise(ctx: KernelContext) -> list[Launch]:
     node, floats = ctx.node, ctx.scratch
     room, halves = floats + _float_result_nbytes(node), HALVES.get(ctx.out.dtype.name, 0)
     result, step = target(ctx.out), unit([ctx.out])
+    parts = not has_row_scales(ctx.out.dtype.name)  # of a row, which is what a block merges
     if _on_tensor_cores(ctx):
-        if halves or _decode_queries(node)[0] == _ALL:
+        if halves or (parts and _decode_queries(node)[0] == _ALL):
             return [*_decode(ctx, room, result, step), *_tiled(ctx, ctx.out.address, halves)]
-    elif _can_split_kv(node) and _scalar_slots(node):
+    elif parts and _can_split_kv(node) and _scalar_slots(node):
         return _split(ctx, floats, room, result, step)
     heads, _, _, width = _sizes(node)
     return [*_float_launches(ctx, floats, room), quantise(ctx, floats, 4 * heads * width, ctx.out)]

@@ -168,8 +168,8 @@ __device__ __forceinline__ int warp_sum(int x) {
 
 // Sums of COUNT (a power of two) values over a warp; lane l gets number l / (32 / COUNT). Adds in the
 // order of warp_sum, with a few shuffles more than for one value.
-template <int COUNT> __device__ __forceinline__ float warp_sums(const float* values, int lane) {
-    float v[COUNT];
+template <int COUNT, class T> __device__ __forceinline__ T warp_sums(const T* values, int lane) {
+    T v[COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; i++) v[i] = values[i];
     int o = 16;
@@ -178,7 +178,7 @@ template <int COUNT> __device__ __forceinline__ float warp_sums(const float* val
 #pragma unroll
         for (int i = 0; i < n; i++) {
             const bool upper = lane & o;
-            const float keep = upper ? v[i + n] : v[i], send = upper ? v[i] : v[i + n];
+            const T keep = upper ? v[i + n] : v[i], send = upper ? v[i] : v[i + n];
             v[i] = keep + __shfl_xor_sync(FULL, send, o);
         }
 #pragma unroll
@@ -187,8 +187,8 @@ template <int COUNT> __device__ __forceinline__ float warp_sums(const float* val
 }
 
 // Over all threads of a block (a multiple of 32, at most 1024); every thread gets the result.
-template <class F> __device__ __forceinline__ float block_reduce(float x, float empty, F reduce) {
-    __shared__ float parts[WARP];
+template <class T, class F> __device__ __forceinline__ T block_reduce(T x, T empty, F reduce) {
+    __shared__ T parts[WARP];
     int warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
     x = reduce(x);
     if (warps == 1) return x;
@@ -204,6 +204,14 @@ __device__ __forceinline__ float block_sum(float x) {
 
 __device__ __forceinline__ float block_max(float x) {
     return block_reduce(x, -INFINITE, [](float v) { return warp_max(v); });
+}
+
+__device__ __forceinline__ u32 block_max(u32 x) {
+    return block_reduce(x, 0u, [](u32 v) { return warp_max(v); });
+}
+
+__device__ __forceinline__ int block_sum(int x) {
+    return block_reduce(x, 0, [](int v) { return warp_sum(v); });
 }
 
 // ----------------------------------------------------------------------------- small floats
@@ -241,6 +249,11 @@ __device__ __forceinline__ u16 to_bf16(float x) {  // to nearest even; NaN stays
     u32 bits = __float_as_uint(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)(bits >> 16 | 0x40);
     return (u16)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+// e4m3 as float32, by its bits: the exponent of float32 has 120 more. A NaN becomes 480.
+__device__ __forceinline__ float from_e4m3(u32 byte) {
+    return __uint_as_float((byte & 0x80) << 24 | (byte & 0x7f) << 20) * 0x1p120f;
 }
 
 // ------------------------------------------------------------------- unaligned little-endian

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from ....graph.tensor import Tensor
 from ... import ANY, ROWS, Options
+from ...kernel_context import span
 from .. import BACKEND
 from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext
@@ -78,7 +80,7 @@ def _reachable(node: Tensor, options: Options) -> str | None:
 def copy(ctx: KernelContext) -> HostCall:
     """A copy of the live rows between host memory and this GPU."""
     source, target, rows = ctx.x, ctx.out, ctx.x.meta.rows
-    row = source.dtype.row_nbytes(source.width)
+    row = span(replace(source.meta, shape=(1, *source.meta.inner)))
     to_host = ctx.attrs["memory"] == "host"
     ctx.live_address(rows)  # adds the dimension to the header
 

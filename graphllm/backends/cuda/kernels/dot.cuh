@@ -6,10 +6,6 @@
 
 #include "formats.cuh"
 
-template <int COUNT> struct Floats {
-    float v[COUNT];
-};
-
 struct F16 {
     static constexpr int ITEM = 8;
     typedef Floats<8> Values;
@@ -61,6 +57,25 @@ __device__ __forceinline__ float4 floats4(const u8* row, int at) {
 #else
     return *(const float4*)(row + 4 * at);
 #endif
+}
+
+// Sums of products with w8a8 stay integers up to the last one, if activations are integers.
+template <class W> struct IntegerSum {
+    static constexpr bool value = false;
+    typedef float Type;
+};
+#if INTEGER
+template <> struct IntegerSum<W8A8> {
+    static constexpr bool value = true;
+    typedef int Type;
+};
+#endif
+template <class W> using SumOf = typename IntegerSum<W>::Type;
+
+// A sum as the result that `finish` stores, for a row of activations at `x`.
+__device__ __forceinline__ float scaled(float sum, const Planes& w, int row, const u8* x, int k) { return sum; }
+__device__ __forceinline__ float scaled(int sum, const Planes& w, int row, const u8* x, int k) {
+    return __fmul_rn((float)sum, __fmul_rn(((const float*)w.b)[row], *(const float*)(x + k)));
 }
 
 #if INTEGER
@@ -122,8 +137,8 @@ __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, in
 // Quantized activations: K int8, then a float32 scale per block, then sums of 32 (int32) or of 16 (int16)
 // of the int8.
 template <class W, int PARTS>
-__device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, int k, int j,
-                                     bool aligned) {
+__device__ __forceinline__ SumOf<W> dot(const Unpacked<PARTS>& u, const u8* row, int k, int j,
+                                        bool aligned) {
     int products[PARTS];
 #pragma unroll
     for (int p = 0; p < PARTS; p++) {
@@ -133,6 +148,7 @@ __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, in
         sum = __dp4a(u.v[4 * p + 2], x.z, sum);
         products[p] = __dp4a(u.v[4 * p + 3], x.w, sum);
     }
+    if constexpr (IntegerSum<W>::value) return products[0];
     int block = W::at(j, 0) / W::BLOCK;
     const u8 *scales = row + k, *sums = scales + k / W::BLOCK * 4;
     float d = *(const float*)(scales + 4 * block), sum = 0;
@@ -236,6 +252,20 @@ template <class W> struct Activations {
         }
     }
 };
+
+template <> struct Activations<W8A8> {
+    int4 x;
+
+    __device__ static __forceinline__ RowPlace place(const u8* row, int k, int j) {
+        return {row + 16 * j, row, row, j};
+    }
+    __device__ static __forceinline__ void advance(RowPlace& p, int n) { p.x += 16 * WARP * n; }
+    __device__ __forceinline__ void load(const RowPlace& p, bool aligned) { x = bytes16(p.x, aligned); }
+};
+
+__device__ __forceinline__ int product(const W8A8& w, int lane, const Activations<W8A8>& a) {
+    return dot16((const int*)&w.q, a.x);
+}
 
 template <int PARTS, class W>
 __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const Activations<W>& a) {

@@ -1,16 +1,19 @@
-// Rows of a table in a block format, by token id. FORMAT: a struct of formats.cuh.
+// Rows of a table in a quantised format, by token id. FORMAT: a struct of formats.cuh.
 //
-// Values have the bits that the decoders in graphllm/formats compute: the product of scale and integer
-// is exact in float32, so one rounding gives the result of two. The table lies in planes
+// Values have the bits that the decoders in graphllm/formats compute: in a format with minima the product of
+// scale and integer is exact in float32, so one rounding gives the result of two. The table lies in planes
 // (weight_packing.py), so that a linear may share it as its weight. A thread block does one token (x)
 // and some items of its row (y), a thread one item.
 
 #include "formats.cuh"
 
-__device__ __forceinline__ float value(float scale, int v, float offset) {
-    if (FORMAT::ZERO_POINT < 0) return fmaf(scale, (float)v, offset);
-    return __fmul_rn(scale, (float)(v - FORMAT::ZERO_POINT));  // keeps the sign of a zero
+// Weight e of part p of an item.
+template <int PARTS> __device__ __forceinline__ float value(const Unpacked<PARTS>& u, int p, int e) {
+    const int v = (i8)(u.v[4 * p + e / 4] >> 8 * (e % 4));
+    if (FORMAT::ZERO_POINT < 0) return fmaf(u.scale[p], (float)v, u.offset[p]);
+    return __fmul_rn(u.scale[p], (float)(v - FORMAT::ZERO_POINT));  // keeps the sign of a zero
 }
+__device__ __forceinline__ float value(const Floats<16>& u, int p, int e) { return u.v[e]; }
 
 extern "C" __global__ void embedding(const int* ids, Planes w, i64 count, float* out,
                                      const i64* live, int width TIMESTAMPS) {
@@ -32,10 +35,7 @@ extern "C" __global__ void embedding(const int* ids, Planes w, i64 count, float*
         for (int k = 0; k < 4; k++) {
             float x[4];
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int v = (i8)(u.v[4 * p + k] >> 8 * e);
-                x[e] = known ? value(u.scale[p], v, u.offset[p]) : NOT_A_NUMBER;
-            }
+            for (int e = 0; e < 4; e++) x[e] = known ? value(u, p, 4 * k + e) : NOT_A_NUMBER;
             to[k] = make_float4(x[0], x[1], x[2], x[3]);
         }
     }

@@ -7,7 +7,7 @@ from ..runtime.device import KernelContext
 from ..runtime.source import Function, module
 from ..runtime.work import Launch, ceil
 from .gemm import PLAIN, planes_argument
-from .weight_packing import PACK, PLANES, item_elements
+from .weight_packing import PACK, QUANTISED, item_elements
 
 _THREADS = 128
 
@@ -25,7 +25,7 @@ def embedding_float(ctx: KernelContext) -> Launch:
     return _launch(ctx, _float_kernel(ctx.w.dtype.name), ctx.w.address, 1)
 
 
-@BACKEND.kernel("embedding", name="embedding_blocks", dtypes={"w": PLANES}, pack={"w": PACK})
+@BACKEND.kernel("embedding", name="embedding_blocks", dtypes={"w": QUANTISED}, pack={"w": PACK})
 def embedding_blocks(ctx: KernelContext) -> Launch:
     """Blocks are packed as for linears, so a table that is also the head is stored once."""
     w = ctx.w
@@ -44,7 +44,7 @@ def _all_instances() -> None:
     """Register every module that a plan may use, so that tests compile them all."""
     for name in PLAIN:
         _float_kernel(name)
-    for name in PLANES:
+    for name in QUANTISED:
         _block_kernel(name)
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ....graph.dtype import F32, DType, dtype
-from ....graph.tensor import Tensor
+from ....backends.alignment import aligned
+from ....formats import ROW_FORMATS, activation_of
+from ....graph.dtype import F16, F32, DType, dtype
+from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from ...kernel_context import address
 from .. import BACKEND
@@ -33,9 +35,9 @@ from .grouped_experts import (
     rows_aligned,
     x_strides,
 )  # fmt: skip
-from .linear import WARPS, activation, lower_activation
-from .quantize import HALVES
-from .weight_packing import PACK, PLANES, item_elements
+from .linear import WARPS, lower_activation
+from .quantize import HALVES, dequantise
+from .weight_packing import PACK, PLANES, QUANTISED, item_elements
 
 _MODULE = module("experts")
 _THREADS = 256
@@ -199,11 +201,32 @@ def expert_products(
         bias: bias of each matrix.
         y: address of the result.
         gate: the second matrix of a gated unit.
+
+    Quantised activations of row formats become floats in the workspace, after the groups.
     """
+    if ctx.x.dtype.quantised and ctx.w.dtype.name in ROW_FORMATS:
+        room = ctx.scratch + aligned(groups_nbytes(ctx.node, ctx.device.options))
+        kind = _float_dtype(ctx.node, ctx.device.options)
+        before, x = dequantise(ctx, ctx.x, room, kind)
+        return [before, *expert_products(ctx.with_operand("x", x), ids, bias, y, gate)]
     arg = _argument(ctx, ids, bias, y, gate)
     if ctx.x.dtype.name in HALVES and can_group(ctx):
         return grouped_products(ctx, arg, ids, gate is not None)
     return [_gemv(ctx, arg, ids, gate)]
+
+
+def _float_dtype(node: Tensor, options: Options) -> DType:
+    """Dtype in which quantised activations of row formats are multiplied."""
+    return F32 if few_pairs(node, options) else F16
+
+
+def workspace_nbytes(node: Tensor, options: Options) -> int:
+    """Bytes of workspace of `expert_products`."""
+    groups, (x, w) = groups_nbytes(node, options), node.sources[:2]
+    if not x.dtype.quantised or w.dtype.name not in ROW_FORMATS:
+        return groups
+    floats = Meta.of(x.shape, _float_dtype(node, options)).bound()
+    return aligned(groups) + aligned(floats.nbytes)
 
 
 def dtype_mismatch(node: Tensor, options: Options) -> str | None:
@@ -213,14 +236,16 @@ def dtype_mismatch(node: Tensor, options: Options) -> str | None:
         return None
     fits = x.dtype == matmul_dtype(w.dtype)
     if x.dtype.quantised:
-        fits = w.dtype.name in PLANES and x.dtype.name == activation(w.dtype)
+        fits = w.dtype.name in QUANTISED and x.dtype == activation_of(w.dtype)
     return None if fits else f"x is {x.dtype}, w {w.dtype}"
 
 
 def _lower(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     x, w, *rest = node.src
     assert x is not None and w is not None
-    return (lower_activation(x, w, few_pairs(node, options), options), w, *rest)
+    own = w.dtype.name in ROW_FORMATS and options.linear != "float"
+    few = own or few_pairs(node, options)
+    return (lower_activation(x, w, few, options), w, *rest)
 
 
 _RULES: dict[str, Any] = {
@@ -236,15 +261,17 @@ _BLOCKS: dict[str, Any] = {"pack": {"w": PACK}, **_RULES}
     scratch=groups_nbytes, **_RULES,
 )  # fmt: skip
 @BACKEND.kernel(
-    "expert_linear", name="experts_blocks", dtypes={"w": tuple(PLANES), "bias": "f32"},
-    scratch=groups_nbytes, **_BLOCKS,
+    "expert_linear", name="experts_blocks", dtypes={"w": QUANTISED, "bias": "f32"},
+    scratch=workspace_nbytes, **_BLOCKS,
 )  # fmt: skip
 def expert_linear(ctx: KernelContext) -> list[Launch]:
     return expert_products(ctx, ctx.ids, ctx.op("bias"), ctx.out.address)
 
 
 @BACKEND.kernel("head_linear", name="heads_plain", dtypes={"w": PLAIN}, **_RULES)
-@BACKEND.kernel("head_linear", name="heads_blocks", dtypes={"w": tuple(PLANES)}, **_BLOCKS)
+@BACKEND.kernel(
+    "head_linear", name="heads_blocks", dtypes={"w": QUANTISED}, scratch=workspace_nbytes, **_BLOCKS
+)
 def head_linear(ctx: KernelContext) -> list[Launch]:
     return expert_products(ctx, None, None, ctx.out.address)
 
@@ -253,8 +280,9 @@ def _all_instances() -> None:
     """Register every module that a plan may use, so that tests compile them all."""
     for gated in (False, True):
         for name in PLANES:
-            for integer in (True, False):
-                _gemv_module(name, integer, 0, gated)
+            _gemv_module(name, True, 0, gated)
+        for name in QUANTISED:
+            _gemv_module(name, False, 0, gated)
             _gemv_module(name, False, HALVES["f16"], gated)
         for name in PLAIN:
             for halves in {0, HALVES.get(name, 0)}:

@@ -37,6 +37,11 @@ template <int PARTS> struct Unpacked {
     float scale[PARTS], offset[PARTS];
 };
 
+// The same of formats whose elements are no int8: the weights.
+template <int COUNT> struct Floats {
+    float v[COUNT];
+};
+
 // Part p of an item as 16 float16.
 template <int PARTS>
 __device__ __forceinline__ void expand_part(const Unpacked<PARTS>& u, int p, uint4* to) {
@@ -47,6 +52,14 @@ __device__ __forceinline__ void expand_part(const Unpacked<PARTS>& u, int p, uin
         float low = fmaf(u.scale[p], (float)(i8)v, u.offset[p]);
         r[e] = two_within_f16(low, fmaf(u.scale[p], (float)(i8)(v >> 8), u.offset[p]));
     }
+    to[0] = make_uint4(r[0], r[1], r[2], r[3]);
+    to[1] = make_uint4(r[4], r[5], r[6], r[7]);
+}
+
+__device__ __forceinline__ void expand_part(const Floats<16>& u, int, uint4* to) {
+    u32 r[8];
+#pragma unroll
+    for (int e = 0; e < 8; e++) r[e] = two_within_f16(u.v[2 * e], u.v[2 * e + 1]);
     to[0] = make_uint4(r[0], r[1], r[2], r[3]);
     to[1] = make_uint4(r[4], r[5], r[6], r[7]);
 }
@@ -191,3 +204,4 @@ struct By256 {
 #include "formats_k_quants.cuh"
 #include "formats_iq4.cuh"
 #include "formats_microscaling.cuh"
+#include "formats_rows.cuh"

@@ -15,12 +15,11 @@ from ..runtime.device import KernelContext
 from ..runtime.source import module
 from ..runtime.work import Launch
 from .elementwise import ACTIVATIONS
-from .experts import Gate, combine_launch, dtype_mismatch, expert_products
+from .experts import Gate, combine_launch, dtype_mismatch, expert_products, workspace_nbytes
 from .fused_norm import two_at_most
 from .gemm import PLAIN
-from .grouped_experts import groups_nbytes
 from .quantize import HALVES, quantise
-from .weight_packing import PACK, PLANES
+from .weight_packing import PACK, QUANTISED
 
 Build = Callable[[KernelContext], list[Launch]]
 _CLAMPED = -1  # CLAMPED of experts.cuh
@@ -71,8 +70,8 @@ def _when(node: Tensor, options: Options) -> str | None:
 
 def _scratch(node: Tensor, options: Options) -> int:
     plain = node.attrs["dtypes"] and _result_meta(node).dtype == F32
-    order = aligned(groups_nbytes(node, options))
-    return order + (aligned(_result_meta(node).bound().nbytes) if plain else 0)
+    room = aligned(workspace_nbytes(node, options))
+    return room + (aligned(_result_meta(node).bound().nbytes) if plain else 0)
 
 
 def _gated(op: str) -> Callable[[Build], Build]:
@@ -84,7 +83,7 @@ def _gated(op: str) -> Callable[[Build], Build]:
         }  # fmt: skip
         f32 = {"bias": "f32", "bias2": "f32"}
         BACKEND.kernel(op, name=f"{op}_plain", dtypes={"w": PLAIN, **f32}, **rules)(build)
-        blocks, pack = {"w": tuple(PLANES), **f32}, {"w": PACK, "w2": PACK}
+        blocks, pack = {"w": QUANTISED, **f32}, {"w": PACK, "w2": PACK}
         BACKEND.kernel(op, name=f"{op}_blocks", dtypes=blocks, pack=pack, **rules)(build)
         return build
 
@@ -94,13 +93,13 @@ def _gated(op: str) -> Callable[[Build], Build]:
 def _gated_unit(ctx: KernelContext, *act: Any) -> list[Launch]:
     """The gated unit in one kernel, and the quantization of its result if one is requested.
 
-    A float32 result that is quantised is in the workspace, behind the groups.
+    A float32 result that is quantised is in the workspace, behind that of the products.
     """
     forms, made = ctx.results, _result_meta(ctx.node)
     gate = Gate(ctx.w2, ctx.op("bias2"), made.dtype, *act)
     if made.dtype == forms[0].dtype:
         return expert_products(ctx, ctx.ids, ctx.op("bias"), forms[0].address, gate)
-    y = ctx.scratch + aligned(groups_nbytes(ctx.node, ctx.device.options))
+    y = ctx.scratch + aligned(workspace_nbytes(ctx.node, ctx.device.options))
     work = expert_products(ctx, ctx.ids, ctx.op("bias"), y, gate)
     return [*work, *(quantise(ctx, y, int(made.strides[0]), form) for form in forms)]
 

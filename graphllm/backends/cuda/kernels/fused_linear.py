@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +12,15 @@ from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from .. import BACKEND
 from ..runtime.device import KernelContext, OperandRef
-from ..runtime.work import Work
-from . import small_batch, small_batch_blocks
+from ..runtime.work import Launch, Work
+from . import linear_bytes, small_batch, small_batch_blocks
 from .elementwise import ACTIVATIONS
 from .fused_norm import gated_halves, gated_unit, two_at_most
 from .gemm import PLAIN, Job, workspace_nbytes
 from .linear import can_fuse_gate, dtype_mismatch, gemv, launches
 from .matrices import MAX_TOKENS
 from .quantize import HALVES, quantise
-from .weight_packing import PACK, PLANES
+from .weight_packing import PACK, QUANTISED
 
 Builder = Callable[[KernelContext], list[Work]]
 
@@ -31,7 +31,7 @@ def _kernels(op: str, **rules: Any) -> Callable[[Builder], Builder]:
     def register(build: Builder) -> Builder:
         f32 = {"r": "f32", "bias": "f32"}
         BACKEND.kernel(op, name=f"{op}_plain", dtypes={"w": PLAIN, **f32}, **rules)(build)
-        blocks = {"w": tuple(PLANES), **f32}
+        blocks = {"w": QUANTISED, **f32}
         BACKEND.kernel(op, name=f"{op}_blocks", dtypes=blocks, pack={"w": PACK}, **rules)(build)
         return build
 
@@ -100,7 +100,8 @@ def _gated_scratch(node: Tensor, options: Options) -> int:
 
 @_kernels("gated", when=_gated_when, layout={"x": ROWS}, scratch=_gated_scratch)
 def gated(ctx: KernelContext) -> list[Work]:
-    """One kernel for one token or a small batch of halves; else both linears, then the product."""
+    """One kernel for one token, a small batch of halves, or bytes; else both linears, then the
+    product."""
     x, forms, meta = ctx.x, ctx.results, _linear_result(ctx.node, ctx.deterministic)
     act = ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]]
     size = aligned(meta.bound().nbytes)
@@ -108,11 +109,16 @@ def gated(ctx: KernelContext) -> list[Work]:
     jobs = [_job(ctx, i, ref) for i, ref in enumerate(results)]
     narrow = any(form.dtype.name in HALVES for form in forms)
     alone = ctx.upper_bound(meta.rows) == 1 and not ctx.deterministic
-    if alone and can_fuse_gate(*jobs) and not narrow:
+    one: Callable[[KernelContext, Sequence[Job], int], Launch] | None = None
+    if linear_bytes.fits(ctx, jobs[0]):
+        one = _product_of_bytes
+    elif alone and not narrow and not linear_bytes.needs_upcast(ctx, jobs[0]):
+        one = gemv
+    if one and can_fuse_gate(*jobs):
         if not ctx.attrs["dtypes"]:
-            return [gemv(ctx, [_job(ctx, 0, ctx.out), jobs[1]], act)]
+            return [one(ctx, [_job(ctx, 0, ctx.out), jobs[1]], act)]
         made, width = jobs[0].out, meta.inner[0]
-        return [gemv(ctx, jobs, act),
+        return [one(ctx, jobs, act),
                 *(quantise(ctx, made.address, 4 * width, form) for form in forms)]  # fmt: skip
     if (
         x.dtype.name in HALVES
@@ -124,8 +130,15 @@ def gated(ctx: KernelContext) -> list[Work]:
             room = ctx.scratch + 2 * size
             return [*small_batch_blocks.blocks(ctx, [pair], room, act, gated=True)]
         return [small_batch.small_batch(ctx, pair, act, gated=True)]
-    finish = gated_unit if meta.dtype == F32 else gated_halves
-    return [*launches(ctx, jobs, ctx.scratch + 2 * size), finish(ctx, *results)]
+    work = launches(ctx, jobs, ctx.scratch + 2 * size)
+    if meta.dtype == F32:
+        gate, up = results
+        return [*work, *gated_unit(ctx, gate, up, gate.address)]
+    return [*work, gated_halves(ctx, *results)]
+
+
+def _product_of_bytes(ctx: KernelContext, jobs: Sequence[Job], act: int) -> Launch:
+    return linear_bytes.launch(ctx, jobs, act, gated=True)
 
 
 def _can_fuse_small_batch(ctx: KernelContext, jobs: list[Job], forms: list[OperandRef]) -> bool:

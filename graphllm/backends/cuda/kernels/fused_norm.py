@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ....graph.tensor import Tensor
+from ....graph.dtype import F32
+from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from .. import BACKEND
 from ..runtime.device import KernelContext, OperandRef
@@ -14,7 +15,7 @@ from ..runtime.source import module
 from ..runtime.work import Arg, Launch, ceil
 from .elementwise import ACTIVATIONS
 from .norm import register_units
-from .quantize import targets, unit
+from .quantize import has_row_scales, quantise, targets, unit
 
 _MODULE = module("fused_norm")
 _WARPS = 4
@@ -81,14 +82,35 @@ def norm_add_norm(ctx: KernelContext) -> Launch:
     return _launch("norm_add_norm", ctx, width, args, ctx.w, ctx.w2)
 
 
-@BACKEND.kernel("glu", **_rules("gate", "up", when=two_at_most))
-def glu(ctx: KernelContext) -> Launch:
-    return gated_unit(ctx, ctx.gate, ctx.up)
+def _glu_scratch(node: Tensor, options: Options) -> int:
+    """Bytes of a float32 result that a kernel of its own quantizes."""
+    if not has_row_scales(*node.attrs["dtypes"]):
+        return 0
+    return Meta.of(node.sources[0].shape, F32).bound().nbytes
 
 
-def gated_unit(ctx: KernelContext, gate: OperandRef, up: OperandRef) -> Launch:
-    """act(gate) * up, written to the step's results."""
+@BACKEND.kernel("glu", **_rules("gate", "up", when=two_at_most, scratch=_glu_scratch))
+def glu(ctx: KernelContext) -> list[Launch]:
+    return gated_unit(ctx, ctx.gate, ctx.up, ctx.scratch)
+
+
+def gated_unit(ctx: KernelContext, gate: OperandRef, up: OperandRef, floats: int) -> list[Launch]:
+    """act(gate) * up, written to the step's results.
+
+    Rows with one scale are quantized by a kernel of its own, from dense rows at address ``floats``,
+    which may be those of ``gate``.
+    """
     forms = ctx.results
+    if not has_row_scales(*(form.dtype.name for form in forms)):
+        return [_gated_unit(ctx, gate, up, forms)]
+    made = OperandRef(floats, Meta.of(gate.meta.shape, F32), gate.operand)
+    each = (quantise(ctx, floats, made.row_stride, form) for form in forms)
+    return [_gated_unit(ctx, gate, up, [made]), *each]
+
+
+def _gated_unit(
+    ctx: KernelContext, gate: OperandRef, up: OperandRef, forms: Sequence[OperandRef]
+) -> Launch:
     rows, (*lines, width) = gate.meta.rows, gate.meta.inner
     size, count = unit(forms), prod(lines)
     args = (gate.address, gate.row_stride, up.address, up.row_stride, targets(forms),

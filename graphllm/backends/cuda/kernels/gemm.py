@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ....backends.alignment import aligned
+from ....formats import ROW_FORMATS
 from ....graph.dtype import F16, F32, DType
-from ....graph.tensor import Tensor
+from ....graph.tensor import Meta, Tensor
 from ..runtime import cublaslt
 from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext, OperandRef
@@ -168,11 +169,14 @@ def permuted_nbytes(tokens: int, depth: int) -> int:
 def workspace_nbytes(*pairs: tuple[Tensor | None, Tensor | None]) -> int:
     """Bytes of workspace for one step's linears, given as (activation, weight).
 
-    It holds dequantized weights, or permuted activations, of which each weight may need its own.
+    It holds dequantized weights, or permuted activations, of which each weight may need its own, or
+    activations of e4m3 as float32.
     """
     total = most = 0
     for x, w in pairs:
         assert x is not None and w is not None
+        if x.dtype.quantised and w.dtype.name in ROW_FORMATS:
+            most = max(most, Meta.of(x.shape, F32).bound().nbytes)
         if x.dtype.quantised or x.dtype == F32 or w.dtype.name in PLAIN:
             continue
         rows, depth = w.meta.bound().shape

@@ -85,12 +85,14 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
 #if STAGED
     DYNAMIC_SHARED(uint4, staged);
     // int8, and for each block of 32 a scale and a sum, or for each of 256 a scale and 16 sums
-    copy_to_shared(staged, x, FORMAT::BLOCK == 32 ? k + k / 4 : k + k / 64 + k / 8);
+    constexpr bool PER_ROW = IntegerSum<FORMAT>::value;
+    copy_to_shared(staged, x, PER_ROW ? k : FORMAT::BLOCK == 32 ? k + k / 4 : k + k / 64 + k / 8);
     __syncthreads();
     if (idle) return;
     lone = (const u8*)staged;
 #endif
-    float sums[STREAMS][ROWS][TOKENS] = {};
+    typedef SumOf<FORMAT> Sum;
+    Sum sums[STREAMS][ROWS][TOKENS] = {};
 #if LONE
     typedef Activations<FORMAT> Row;
     Row a[DEPTH];  // shared by all rows
@@ -149,19 +151,20 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
     // Every lane gets one of the sums, so that a warp's rows are finished together.
     constexpr int SUMS = STREAMS * ROWS, LANES = WARP / SUMS;  // lanes with the same sum
     const int mine = lane / LANES, r = mine % ROWS;
-    float sum = warp_sums<SUMS>(&sums[0][0][0], lane);
+    Sum total = warp_sums<SUMS>(&sums[0][0][0], lane);
 #if SHARED_BY > 1
-    __shared__ float parts[WARPS][SUMS];
-    if (lane % LANES == 0) parts[warp][mine] = sum;
+    __shared__ Sum parts[WARPS][SUMS];
+    if (lane % LANES == 0) parts[warp][mine] = total;
     __syncthreads();
     if (warp % SHARED_BY) return;
 #pragma unroll
-    for (int other = 1; other < SHARED_BY; other++) sum += parts[warp + other][mine];
+    for (int other = 1; other < SHARED_BY; other++) total += parts[warp + other][mine];
 #endif
 #if GATED
     const Matrix& up = all.m[1];
-    float other = __shfl_down_sync(FULL, sum, WARP / 2);
+    const Sum second = __shfl_down_sync(FULL, total, WARP / 2);
     if (lane % LANES || lane >= WARP / 2 || row + r >= m.rows) return;
+    float sum = scaled(total, m.w, row + r, x, k), other = scaled(second, up.w, row + r, x, k);
     if (m.bias) sum += m.bias[row + r];
     if (up.bias) other += up.bias[row + r];
     ((float*)(m.y + first * m.y_stride))[row + r] = activate(act, sum) * other;
@@ -170,7 +173,7 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
     asm volatile("" : "+r"(place));  // find the matrix again: keeping its fields would take 20 registers
     row = place, m = all.m[0];
     find_matrix<ROWS>(all, row, m);
-    if (row + r < m.rows) finish(m, first, row + r, sum);
+    if (row + r < m.rows) finish(m, first, row + r, scaled(total, m.w, row + r, x, k));
 #endif
 #else
 #pragma unroll
@@ -187,12 +190,14 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
             if (row + r >= m.rows || first + t >= tokens) continue;
 #if GATED
             const Matrix& up = all.m[1];
-            float gate = sums[0][r][t], other = sums[1][r][t];
+            const u8* token = x + (first + t) * x_stride;
+            float gate = scaled(sums[0][r][t], m.w, row + r, token, k);
+            float other = scaled(sums[1][r][t], up.w, row + r, token, k);
             if (m.bias) gate += m.bias[row + r];
             if (up.bias) other += up.bias[row + r];
             ((float*)(m.y + (first + t) * m.y_stride))[row + r] = activate(act, gate) * other;
 #else
-            finish(m, first + t, row + r, sums[0][r][t]);
+            finish(m, first + t, row + r, scaled(sums[0][r][t], m.w, row + r, x + (first + t) * x_stride, k));
 #endif
         }
 #endif

@@ -35,6 +35,7 @@ class Shape:
 
 _GATED, _GATED_SHALLOW = "gated", "gated shallow"
 _SHALLOWEST, _SHALLOW, _DEEPER = "shallowest", "shallow", "deep"
+_SAME = {"bf16": "f16", "w8a8": "q8_0"}  # formats that have the shapes of another one
 _LESS_DEEP = {_GATED: _GATED_SHALLOW, _SHALLOW: _SHALLOWEST}
 _SHAPES = {
     ("f16", _GATED): Shape(2, 1, 2, ahead=True),
@@ -72,7 +73,7 @@ def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Sha
     default = Shape(rows, depth, default_next(name), split=name in PLAIN and not gated)
     if not integer and name not in ("f16", "bf16"):
         return default
-    same = "f16" if name == "bf16" else name
+    same = _SAME.get(name, name)
     kind = _GATED if gated else _DEEPER if k >= _DEEP else _SHALLOW
     kinds = (_LESS_DEEP.get(kind, kind), kind) if k < _LEAST else (kind,)
     return next((_SHAPES[same, each] for each in kinds if (same, each) in _SHAPES), default)
@@ -83,7 +84,7 @@ def default_next(name: str) -> int:
 
     An earlier start overlaps more of the next kernel, and slows this one down more.
     """
-    if name in (*PLAIN, "q8_0"):
+    if name in PLAIN or _SAME.get(name, name) == "q8_0":
         return 2
     return 1 if dtype(name).block == 32 else 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import product
 
 from ....backends.alignment import aligned
+from ....formats import ROW_FORMATS
 from ....graph.dtype import BF16, I32, DType, dtype
 from ....graph.tensor import Meta, Tensor
 from ... import Options
@@ -19,7 +20,7 @@ from ..runtime.work import Launch, ceil
 from .gemm import PLAIN
 from .matrices import has_tensor_cores
 from .quantize import HALVES
-from .weight_packing import PLANES, item_elements
+from .weight_packing import PLANES, QUANTISED, item_elements
 
 _MODULE = module("experts")
 _GROUP = ArgumentStruct("experts.cuh", "Group")
@@ -79,7 +80,9 @@ def _max_groups(node: Tensor, options: Options) -> int:
 
 def groups_nbytes(node: Tensor, options: Options) -> int:
     """Bytes of the groups, and of the pairs sorted by matrix."""
-    if node.sources[0].dtype.name not in HALVES or _has_small_groups(node, options):
+    x, w = node.sources[:2]
+    halves = x.dtype.name in HALVES or (x.dtype.quantised and w.dtype.name in ROW_FORMATS)
+    if not halves or _has_small_groups(node, options):
         return 0
     return aligned(_GROUP.size * _max_groups(node, options)) + 4 * max_pairs(node)
 
@@ -136,7 +139,7 @@ def register_modules() -> None:
     for gated in (False, True):
         for name in PLANES:
             _small_groups_module(dtype(name), gated)
-        for name in (*HALVES, *PLANES):
+        for name in (*HALVES, *QUANTISED):
             for size, groups in product(_GROUP_SIZES, (False, True)):
                 if not groups or _has_wgmma_kernel(dtype(name), size):
                     _gemm_module(dtype(name), size, gated, groups)

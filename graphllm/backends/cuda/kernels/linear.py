@@ -1,25 +1,29 @@
 """Linears: GEMV and small-batch kernels for few tokens; many tokens go to `gemm`.
 
 Block formats multiply int8 activations of one token (or float32, see `Options.linear`), and f16
-activations of several tokens on tensor cores. f16 and bf16 weights multiply float32 activations of
-one token, and activations of their own dtype of several tokens, as cuBLASLt does.
+activations of several tokens on tensor cores. Row formats multiply their own quantised activations
+of any number of tokens (`linear_bytes`; one token of w8a8: gemv.cu). f16 and bf16 weights multiply
+float32 activations of one token, and activations of their own dtype of several tokens, as cuBLASLt
+does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from .... import ops
-from ....graph.dtype import F32, DType, dtype
+from ....formats import ROW_FORMATS, activation_of
+from ....graph.dtype import F32, dtype
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import Function, module
 from ..runtime.work import Launch, Work, ceil
-from . import gemv_shapes, small_batch, small_batch_blocks
+from . import gemv_shapes, linear_bytes, small_batch, small_batch_blocks
 from .gemm import (
     PLAIN,
     Job,
@@ -30,8 +34,8 @@ from .gemm import (
 )
 from .gemv_shapes import Shape
 from .matrices import MAX_FUSED_LINEARS, MAX_TOKENS, matrices_argument
-from .quantize import HALVES
-from .weight_packing import PACK, PLANES, item_elements
+from .quantize import HALVES, dequantise
+from .weight_packing import PACK, PLANES, QUANTISED, item_elements
 
 MAX_F32_TOKENS = 8  # tokens up to which float32 weights are multiplied by gemv.cu
 _NARROW_F32 = (256, 64)  # rows up to which it multiplies more tokens: routers of mixtures
@@ -136,10 +140,12 @@ def _launch(
 def few_tokens(
     x: Tensor | OperandRef, w: Tensor | OperandRef, integer: bool, deterministic: bool
 ) -> bool:
-    """Whether x is multiplied as float32, or as int8 if ``integer``, at this number of tokens.
+    """Whether x is multiplied as float32, or quantised if ``integer``, at this number of tokens.
 
     If ``deterministic``, the weight alone decides.
     """
+    if w.dtype.name in ROW_FORMATS and integer:
+        return True
     rows, depth = w.meta.bound().shape[-2:]
     assert isinstance(rows, int) and isinstance(depth, int)
     narrow = rows < small_batch_blocks.MIN_ROWS
@@ -167,24 +173,34 @@ def launches(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Wo
     for job in jobs:
         if small_batch_blocks.fits(ctx, job):
             kind = f"blocks of {job.w.dtype.name}"
+        elif linear_bytes.fits(ctx, job):
+            kind = f"bytes of {job.w.dtype.name}"
         elif job.x.dtype.name in HALVES:
             kind = "small_batch" if small_batch.fits(ctx, job) else "gemm"
         else:
             few = job.x.dtype.quantised or few_tokens(job.x, job.w, False, ctx.deterministic)
             kind = job.w.dtype.name if few else "gemm"
+            if linear_bytes.needs_upcast(ctx, job):
+                kind = f"floats of {kind}"
         groups.setdefault((job.x.address, kind), []).append(job)
     work: list[Work] = []
     blocks: dict[int, list[list[Job]]] = {}  # by activation
-    for (x, kind), own in groups.items():
+    for (address, kind), own in groups.items():
         if kind == "gemm":
             work += gemms(ctx, own, workspace)
             continue
+        if kind.startswith("floats of"):
+            before, x = dequantise(ctx, own[0].x, workspace, F32)
+            work.append(before)
+            own = [replace(job, x=x) for job in own]
         for i in range(0, len(own), MAX_FUSED_LINEARS):
             some = own[i : i + MAX_FUSED_LINEARS]
             if kind == "small_batch":
                 work.append(small_batch.small_batch(ctx, some))
             elif kind.startswith("blocks of"):
-                blocks.setdefault(x, []).append(some)
+                blocks.setdefault(address, []).append(some)
+            elif kind.startswith("bytes of"):
+                work.append(linear_bytes.launch(ctx, some))
             else:
                 work.append(gemv(ctx, some))
     for some_groups in blocks.values():
@@ -198,20 +214,15 @@ def can_fuse_gate(gate: Job, up: Job) -> bool:
     if gate.x.dtype.name in HALVES:
         return False
     same = (gate.x.address, kind, gate.w.meta.shape) == (up.x.address, up.w.dtype, up.w.meta.shape)
-    whole = kind.name in PLANES or (gate.depth % item_elements(kind) == 0)
+    whole = kind.name in QUANTISED or (gate.depth % item_elements(kind) == 0)
     return same and whole and gate.x.address % 16 == 0
-
-
-def activation(w: DType) -> str:
-    """The activation format of a weight's block format."""
-    return "a8_32" if w.block == 32 else "a8_256"
 
 
 def dtype_mismatch(x: Tensor | None, w: Tensor | None, options: Options) -> str | None:
     """Why the weight does not match the activation as `_lower` leaves it; None if it does."""
     assert x is not None and w is not None
     if x.dtype.quantised:
-        fits = w.dtype.name in PLANES and x.dtype.name == activation(w.dtype)
+        fits = w.dtype.name in QUANTISED and x.dtype == activation_of(w.dtype)
     elif x.dtype == F32:
         fits = few_tokens(x, w, False, options.deterministic) or w.dtype == F32
     else:
@@ -227,7 +238,7 @@ def _when(node: Tensor, options: Options) -> str | None:
 def lower_activation(x: Tensor, w: Tensor, few: bool, options: Options) -> Tensor:
     """The activation in the dtype that the kernels multiply.
 
-    Few tokens (see `few_tokens`) are quantised for block formats, or made contiguous if float32
+    Few tokens (see `few_tokens`) are quantised for quantised weights, or made contiguous if float32
     rows are not aligned to 16 bytes. More get `matmul_dtype` of the weight.
     """
     if x.dtype != F32:
@@ -238,10 +249,10 @@ def lower_activation(x: Tensor, w: Tensor, few: bool, options: Options) -> Tenso
             if matmul_dtype(w.dtype) == F32
             else ops.quantise_act(x, dtype=matmul_dtype(w.dtype).name)
         )
-    if w.dtype.name not in PLANES:
+    if w.dtype.name not in QUANTISED:
         return x
     if options.linear != "float":
-        return ops.quantise_act(x, dtype=activation(w.dtype))
+        return ops.quantise_act(x, dtype=activation_of(w.dtype).name)
     apart = any(at % 16 for at in (x.meta.offset, *x.meta.strides[:-1]))
     return ops.contiguous(x) if apart else x
 
@@ -266,28 +277,29 @@ _RULES: dict[str, Any] = {
 
 
 @BACKEND.kernel("linear", name="linear_plain", dtypes={"w": PLAIN}, **_RULES)
-@BACKEND.kernel(
-    "linear", name="linear_blocks", dtypes={"w": tuple(PLANES)}, pack={"w": PACK}, **_RULES
-)
+@BACKEND.kernel("linear", name="linear_blocks", dtypes={"w": QUANTISED}, pack={"w": PACK}, **_RULES)
 def linear(ctx: KernelContext) -> list[Work]:
     return launches(ctx, [Job(ctx.x, ctx.w, ctx.op("bias"), ctx.out)], ctx.scratch)
 
 
 def _all_instances() -> None:
     """Register every module that a plan may use, so that tests compile them all."""
-    for name, integer in [*product(PLANES, (True, False)), *((name, False) for name in PLAIN)]:
+    integers = [name for name in QUANTISED if name in PLANES or linear_bytes.is_exact(name)]
+    floats = [(name, False) for name in (*QUANTISED, *PLAIN)]
+    for name, integer in [*((name, True) for name in integers), *floats]:
         for tokens in _token_counts(name, integer)[1:]:
             _gemv_kernel(name, integer, gemv_shapes.shape(name, integer, 0, False, tokens), tokens)
         for k, gated in product(gemv_shapes.DEPTHS, (False, True)):
             shape = gemv_shapes.shape(name, integer, k, gated)
             for shared in _WARPS_PER_ROW if shape.split else (1,):
                 _gemv_kernel(name, integer, shape, gated=gated, shared=shared)
-    for name in PLANES:
+    for name in QUANTISED:
         dequantize_module(dtype(name))
     for name in PLAIN:
         _unaligned_kernel(name)
     small_batch.register()
     small_batch_blocks.register()
+    linear_bytes.register()
 
 
 _all_instances()

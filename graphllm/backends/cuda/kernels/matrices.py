@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ....formats import ROW_FORMATS
+from ....graph.dtype import BF16, DType
 from ...kernel_context import address
 from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext
@@ -30,6 +32,15 @@ def matrices_argument(jobs: Sequence[Job]) -> bytes:
         for job in jobs
     ]  # fmt: skip
     return _MATRICES.pack(m=matrices)
+
+
+def element_macros(kind: DType) -> dict[str, int]:
+    """The macros of element_types.cuh for weights of ``kind``: f16, bf16 or a row format."""
+    form = ROW_FORMATS.get(kind.name)
+    if form is None:
+        return {"BFLOAT": int(kind == BF16), "EIGHT_BITS": 0, "GROUPED": 0}
+    eight_bits = 1 if form.element.kind == "i" else 2
+    return {"BFLOAT": 0, "EIGHT_BITS": eight_bits, "GROUPED": int(not form.scaled_by_row)}
 
 
 def has_tensor_cores(ctx: KernelContext) -> bool:

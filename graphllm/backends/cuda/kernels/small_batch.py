@@ -1,9 +1,13 @@
-"""Linears of several tokens with f16 or bf16 weights, on tensor cores; see small_batch.cu."""
+"""Linears of several tokens on tensor cores, whose weights and activations have one type.
+
+That is f16, bf16, or the bytes of a row format; see small_batch.cu.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ....formats import ROW_FORMATS
 from ....graph.dtype import BF16, F16, DType
 from ..runtime.device import KernelContext
 from ..runtime.source import Function, module
@@ -11,6 +15,7 @@ from ..runtime.work import Launch, ceil
 from .gemm import Job
 from .matrices import (
     MAX_TOKENS,
+    element_macros,
     has_clusters,
     has_tensor_cores,
     has_wgmma,
@@ -20,9 +25,11 @@ from .matrices import (
 from .quantize import HALVES
 
 # Tokens of a block -> its warpgroups, which compute 64 rows each, and its stages. GPUs of another
-# capability than 9.0 may have shared memory for the first two only.
+# capability than 9.0 may have shared memory for some of them only.
 _SHAPES = {8: (2, 5), 16: (2, 5), 32: (2, 5), 64: (2, 4), 128: (4, 4)}
+_SMALL_SHAPES = {8: (2, 5), 16: (2, 5)}
 _SMALL = 16
+_BYTES_SMALL_SHAPES = {**_SMALL_SHAPES, 32: (2, 4)}  # row formats have no other kernel there
 
 
 def max_tokens(ctx: KernelContext) -> int:
@@ -38,26 +45,39 @@ def fits(ctx: KernelContext, job: Job) -> bool:
     return fits and job.w.dtype == x.dtype and aligned
 
 
-def kernel(kind: DType, tokens: int, gated: bool = False) -> Function:
-    """The kernel for a dtype and a number of tokens of a block."""
-    warpgroups, stages = _SHAPES[tokens]
+def _shapes(kind: DType, small: bool) -> dict[int, tuple[int, int]]:
+    """The kernels for a weight format, as in `_SHAPES`."""
+    if small:
+        return _BYTES_SMALL_SHAPES if kind.name in ROW_FORMATS else _SMALL_SHAPES
+    floats = kind.name in ROW_FORMATS and ROW_FORMATS[kind.name].element.kind != "i"
+    # Two sums of e4m3 for each product leave no registers for 128 tokens.
+    return {n: shape for n, shape in _SHAPES.items() if n < 128 or not floats}
+
+
+def kernel(kind: DType, tokens: int, gated: bool = False, small: bool = False) -> Function:
+    """The kernel for a weight format and a number of tokens of a block.
+
+    ``small``: for GPUs of another capability than 9.0.
+    """
+    warpgroups, stages = _shapes(kind, small)[tokens]
     made = module(
-        "small_batch", BFLOAT=int(kind == BF16), TOKENS=tokens, WARPGROUPS=warpgroups,
-        GATED=int(gated), STAGES=stages, SHARED=shared_nbytes(tokens),
+        "small_batch", **element_macros(kind), TOKENS=tokens, WARPGROUPS=warpgroups,
+        GATED=int(gated), STAGES=stages, SHARED=shared_nbytes(kind, tokens, small),
     )  # fmt: skip
     return made["small_batch"]
 
 
-def shared_nbytes(tokens: int) -> int:
+def shared_nbytes(kind: DType, tokens: int, small: bool = False) -> int:
     """Bytes of the struct Shared, which the source checks, and of its alignment."""
-    warpgroups, stages = _SHAPES[tokens]
-    return stages * (64 * warpgroups + tokens) * 128 + 1024
+    warpgroups, stages = _shapes(kind, small)[tokens]
+    row = 128 + 4 * element_macros(kind)["GROUPED"]
+    return stages * (64 * warpgroups + tokens) * row + 1024
 
 
 def small_batch(
     ctx: KernelContext, jobs: Sequence[Job], act: int = 0, gated: bool = False
 ) -> Launch:
-    """Linears of one f16 or bf16 activation of several tokens, or a gated unit, in one launch.
+    """Linears of one activation of any number of tokens, or a gated unit, in one launch.
 
     Args:
         ctx: the step.
@@ -65,10 +85,12 @@ def small_batch(
         act: activation of a gated unit, as in `elementwise.ACTIVATIONS`.
         gated: write act(first) * second to the first job's result.
     """
-    x, depth = jobs[0].x, jobs[0].depth
-    most = ctx.upper_bound(x.meta.rows)
-    tokens = next((n for n in _SHAPES if n >= most), max(_SHAPES))
-    side = 64 * _SHAPES[tokens][0] // (1 + gated)  # rows of a block
+    x, dtype, depth = jobs[0].x, jobs[0].w.dtype, jobs[0].depth
+    most, small = ctx.upper_bound(x.meta.rows), not has_wgmma(ctx)
+    shapes = _shapes(dtype, small)
+    tokens = next((n for n in shapes if n >= most), max(shapes))
+    warpgroups, _ = shapes[tokens]
+    side = 64 * warpgroups // (1 + gated)  # rows of a block
     own = jobs[:1] if gated else jobs
     rows = sum(ceil(job.rows, side) for job in own)
     count = splits([job.rows * (1 + gated) for job in own], depth, ctx.device.gpu.processors)
@@ -77,15 +99,16 @@ def small_batch(
     args = (x.address, x.row_stride, ctx.live_address(x.meta.rows), depth,
             matrices_argument(jobs), count, act, kind)  # fmt: skip
     return Launch(
-        kernel(x.dtype, tokens, gated), (ceil(most, tokens), rows, together),
-        (128 * _SHAPES[tokens][0],), args, shared_nbytes(tokens),
+        kernel(dtype, tokens, gated, small), (ceil(most, tokens), rows, together),
+        (128 * warpgroups,), args, shared_nbytes(dtype, tokens, small),
         prefetches=[job.w for job in jobs], cluster=together,
     )  # fmt: skip
 
 
 def register() -> None:
     """Register every module that a plan may use, so that tests compile them all."""
-    for kind in (F16, BF16):
-        for tokens in _SHAPES:
-            for gated in (False, True):
-                kernel(kind, tokens, gated)
+    for kind in (F16, BF16, *(form.dtype for form in ROW_FORMATS.values())):
+        for small in (False, True):
+            for tokens in _shapes(kind, small):
+                for gated in (False, True):
+                    kernel(kind, tokens, gated, small)

@@ -55,7 +55,7 @@ static_assert(sizeof(Shared) + 1024 <= SHARED && 4 * TOKENS * STRIDE + 1024 <= S
 // Start the products of 16 elements: number `step` of 64 elements of the tokens, which are at `x`.
 __device__ __forceinline__ void multiply_step(float (&c)[TILES][4], const u32 (&a)[4], u32 x, int step) {
 #if WGMMA
-    multiply_halves64<TOKENS>(&c[0][0], a, factor(x) + step * 32 / 16);
+    multiply_registers64<TOKENS>(&c[0][0], a, factor(x) + step * 32 / 16);
 #else
     const int lane = threadIdx.x % WARP;
 #pragma unroll
@@ -308,5 +308,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     store_sums(c, (float*)&s, all);
     // Many tokens leave no register to keep the last one.
     const int last_again = TOKENS >= 64 ? (int)*(volatile const i64*)live - 1 : last;
-    store_results((float*)&s, all, blockIdx.y * ROWS, first, last_again, splits, act, kind);
+    store_results((float*)&s, all, blockIdx.y * ROWS, first, last_again, splits, act, kind,
+                  {x, x_stride, k});
 }

@@ -2,7 +2,7 @@
 // The end of a block of small_batch.cu or small_batch_blocks.cu: sums in shared memory become results.
 //
 // The including file defines TOKENS, THREADS and GATED, ROWS (of a matrix) and STRIDE (floats between the
-// sums of two tokens).
+// sums of two tokens), and includes element_types.cuh. Bytes are scaled here unless GROUPED.
 
 #include "clusters.cuh"
 #include "matrices.cuh"
@@ -49,12 +49,32 @@ __device__ __forceinline__ void store_halves(int kind, const float (&x)[VECTOR],
         if (e < count) to[e] = halves[e];
 }
 
+// The activations of the step. Those of bytes end with the scale of the row, unless the sums are scaled.
+struct ScaledRows {
+    const u8* x;
+    i64 stride;
+    int k;
+    // The scale of a token, and of a row of a matrix.
+    __device__ __forceinline__ float of_token(int token) const {
+        return *(const float*)(x + token * stride + k);
+    }
+    __device__ __forceinline__ static float of_row(const Planes& w, int row) {
+        return ((const float*)w.b)[row];
+    }
+};
+#define SCALED (EIGHT_BITS && !GROUPED)
+
+// A sum with the scales of its token and of its row.
+__device__ __forceinline__ float scaled(Sum sum, float token, float row) {
+    return SCALED ? __fmul_rn((float)sum, __fmul_rn(row, token)) : (float)sum;
+}
+
 // Add the sums of the blocks that share a depth, and store the results of this block's part of the tokens.
 //
 // out: the block's sums [TOKENS, STRIDE]; those of the second matrix of a gated unit come ROWS after those
 // of the first. place: first row of the block. first: its first token. last: last token of the step.
-__device__ __forceinline__ void store_results(const float* out, const Matrices& all, int place, int first,
-                                              int last, int splits, int act, int kind) {
+__device__ __forceinline__ void store_results(const Sum* out, const Matrices& all, int place, int first,
+                                              int last, int splits, int act, int kind, const ScaledRows& rows) {
     const int blocks = gridDim.z;
     meet(blocks);
     asm volatile("" : "+r"(place));  // find the matrix again: keeping its fields would take 20 registers
@@ -76,7 +96,17 @@ __device__ __forceinline__ void store_results(const float* out, const Matrices& 
 #pragma unroll
         for (int e = 0; e < VECTOR; e++) bias[e] = m.bias && e < own ? m.bias[r + e] : 0;
 #endif
-        const float* sums = out + threadIdx.x % LANES * VECTOR;
+#if SCALED
+        float scales[1 + GATED][VECTOR];
+#pragma unroll
+        for (int e = 0; e < VECTOR; e++)
+#pragma unroll
+            for (int i = 0; i <= GATED; i++)
+                scales[i][e] = ScaledRows::of_row(i ? all.m[1].w : m.w, r + min(e, own - 1));
+#else
+        constexpr float scales[1 + GATED][VECTOR] = {};
+#endif
+        const Sum* sums = out + threadIdx.x % LANES * VECTOR;
 #pragma unroll 1
         for (int t = threadIdx.x / LANES + SAME * blockIdx.z; t < count; t += TOGETHER * SAME * blocks) {
 #if !GATED
@@ -92,15 +122,20 @@ __device__ __forceinline__ void store_results(const float* out, const Matrices& 
             for (int u = 0; u < TOGETHER; u++) {
                 const int token = t + u * SAME * blocks;
                 if (token >= count) break;
+                Sum added[VECTOR];
                 float values[VECTOR];
-                sums_of_blocks(sums + token * STRIDE, blocks, splits, values);
+                const float scale = SCALED ? rows.of_token(first + token) : 1;
+                sums_of_blocks(sums + token * STRIDE, blocks, splits, added);
+#pragma unroll
+                for (int e = 0; e < VECTOR; e++) values[e] = scaled(added[e], scale, scales[0][e]);
                 u8* y = m.y + (first + token) * m.y_stride;
 #if GATED
-                float others[VECTOR];
-                sums_of_blocks(sums + token * STRIDE + ROWS, blocks, splits, others);
+                sums_of_blocks(sums + token * STRIDE + ROWS, blocks, splits, added);
 #pragma unroll
-                for (int e = 0; e < VECTOR; e++)
-                    values[e] = activate(act, values[e] + bias[e]) * (others[e] + up_bias[e]);
+                for (int e = 0; e < VECTOR; e++) {
+                    const float other = scaled(added[e], scale, scales[GATED][e]);
+                    values[e] = activate(act, values[e] + bias[e]) * (other + up_bias[e]);
+                }
                 if (kind) {
                     store_halves(kind, values, (u16*)y + r, own);
                     continue;

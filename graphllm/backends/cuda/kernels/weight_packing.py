@@ -1,11 +1,11 @@
-"""Split block weights into planes, as kernels read them; see formats.cuh."""
+"""Split quantised weights into planes, as kernels read them; see formats.cuh."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
 
-from ....formats import BLOCK_FORMATS
+from ....formats import BLOCK_FORMATS, ROW_FORMATS
 from ....graph.dtype import DType
 from ....graph.tensor import Meta
 from ..runtime.device import DevicePack
@@ -14,50 +14,105 @@ from ..runtime.work import Launch, ceil
 
 _MODULE = module("weight_packing")
 _THREADS, _ALIGN = 256, 256
+_ROW_ITEM = 16  # bytes and elements of an item of a row format
+_SCALE_ROWS = 128  # a plane of scales by group has a multiple of this many rows
 
-# (offset, end) of the bytes of a block that go to each plane, by format; see formats.cuh.
+# (offset, end) of the bytes of a block that go to each plane, by block format; see formats.cuh.
 PLANES = {name: form.plane_spans() for name, form in BLOCK_FORMATS.items() if form.planes}
+QUANTISED = (*PLANES, *ROW_FORMATS)  # weight formats that are packed
 
 
 def item_elements(kind: DType) -> int:
     """Elements that a thread loads at a time: 16 bytes of a float format, or of the first plane of
-    a block format."""
+    a quantised format."""
+    if kind.name in ROW_FORMATS:
+        return _ROW_ITEM
     if kind.name not in PLANES:
         return 16 // kind.nbytes
     start, end = PLANES[kind.name][0]
     return 16 * kind.block // (end - start)
 
 
-def _blocks(meta: Meta) -> int:
-    """Number of blocks of [..., N, K]."""
+def _rows(meta: Meta) -> tuple[int, int]:
+    """Number of rows of [..., N, K], and K."""
     *lines, columns = meta.bound().shape
-    return prod(lines) * (columns // meta.dtype.block)  # type: ignore[arg-type,operator]
+    return prod(lines), int(columns)  # type: ignore[arg-type]
+
+
+def _scales(meta: Meta) -> int:
+    """Scales of a row."""
+    by_row = ROW_FORMATS[meta.dtype.name].scaled_by_row
+    return 1 if by_row else _rows(meta)[1] // meta.dtype.block
+
+
+def _next_group(meta: Meta) -> int:
+    """Floats from the scales of 128 elements of all rows to those of the next 128 elements; 0 if
+    there is a scale per row."""
+    by_row = ROW_FORMATS[meta.dtype.name].scaled_by_row
+    return 0 if by_row else ceil(_rows(meta)[0], _SCALE_ROWS) * _SCALE_ROWS
+
+
+def _plane_nbytes(meta: Meta) -> list[int]:
+    """Bytes of each plane of [..., N, K]."""
+    rows, columns = _rows(meta)
+    form = ROW_FORMATS.get(meta.dtype.name)
+    if form is not None:
+        return [rows * columns, 4 * _scales(meta) * (_next_group(meta) or rows)]
+    blocks = rows * (columns // meta.dtype.block)
+    return [blocks * (last - first) for first, last in PLANES[meta.dtype.name]]
 
 
 def _offsets(meta: Meta) -> list[int]:
     """The offset of each plane of [..., N, K] and the end of the last one, in bytes."""
     found = [0]
-    for first, last in PLANES[meta.dtype.name]:
-        found.append(found[-1] + ceil(_blocks(meta) * (last - first), _ALIGN) * _ALIGN)
+    for nbytes in _plane_nbytes(meta):
+        found.append(found[-1] + ceil(nbytes, _ALIGN) * _ALIGN)
     return found
 
 
 def planes(address: int, meta: Meta) -> tuple[int, int, int, int]:
-    """The struct Planes of a matrix at ``address``; a float matrix is its own first plane."""
-    if meta.dtype.name not in PLANES:
+    """The struct Planes of a matrix at ``address``; a float matrix is its own first plane.
+
+    Of a row format, the last two fields are numbers: items of a row, and `_next_group`.
+    """
+    if meta.dtype.name not in QUANTISED:
         return address, 0, 0, 0
     starts = [address + offset for offset in _offsets(meta)[:-1]]
+    if meta.dtype.name in ROW_FORMATS:
+        starts += [_rows(meta)[1] // _ROW_ITEM, _next_group(meta)]
     return (*starts, 0, 0, 0)[:4]  # type: ignore[return-value]
 
 
 def _split(raw: int, packed: int, meta: Meta) -> Sequence[Launch]:
-    """Launches that copy each plane from stored blocks at ``raw`` to ``packed``."""
-    made, count = [], _blocks(meta)
-    for (first, last), offset in zip(PLANES[meta.dtype.name], _offsets(meta)):
-        args = (raw + first, meta.dtype.nbytes, packed + offset, last - first, count)
-        grid = (ceil(count * (last - first), _THREADS),)
-        made.append(Launch(_MODULE["split"], grid, (_THREADS,), args))
-    return made
+    """Launches that copy each plane from stored rows at ``raw`` to ``packed``."""
+    if meta.dtype.name in ROW_FORMATS:
+        return _split_rows(raw, packed, meta)
+    rows, columns = _rows(meta)
+    count = rows * (columns // meta.dtype.block)
+    return [
+        _copy(raw + first, meta.dtype.nbytes, packed + offset, last - first, count)
+        for (first, last), offset in zip(PLANES[meta.dtype.name], _offsets(meta))
+    ]
+
+
+def _split_rows(raw: int, packed: int, meta: Meta) -> Sequence[Launch]:
+    """`_split` of a row format."""
+    rows, columns = _rows(meta)
+    scales = packed + _offsets(meta)[1]
+    stride, following = meta.dtype.row_nbytes(columns), _next_group(meta)
+    elements = _copy(raw, stride, packed, columns, rows)
+    if not following:
+        return [elements, _copy(raw + columns, stride, scales, 4, rows)]
+    count = _scales(meta)
+    args = (raw + columns, stride, scales, count, following, rows * count)
+    grid = (ceil(rows * count, _THREADS),)
+    return [elements, Launch(_MODULE["transpose_scales"], grid, (_THREADS,), args)]
+
+
+def _copy(source: int, stride: int, to: int, size: int, count: int) -> Launch:
+    """Copy ``count`` times ``size`` bytes that are ``stride`` apart."""
+    grid = (ceil(count * size, _THREADS),)
+    return Launch(_MODULE["split"], grid, (_THREADS,), (source, stride, to, size, count))
 
 
 PACK = DevicePack(lambda meta: _offsets(meta)[-1], _split)

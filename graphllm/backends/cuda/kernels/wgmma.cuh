@@ -1,27 +1,37 @@
 #pragma once
 // Tensor cores of capability 9.0, which read factors from shared memory: 64 x 16 times 16 x 64 by
 // the four warps of a warpgroup, whose first warp's number is a multiple of four. f16 or bf16 (BFLOAT)
-// with float32 sums.
+// with float32 sums; or 64 x 32 times 32 x 64 of bytes, see element_types.cuh.
 //
-// A factor consists of dense rows of 64 halves, aligned to 1024 bytes. Eight halves of row r are at
-// position `swizzled(r, eight)`, so that eight rows cover all banks. PTX ISA 8.x, 9.7.15 (asynchronous
+// A factor consists of dense rows of 64 halves or 128 bytes, aligned to 1024 bytes. 16 bytes of row r are
+// at position `swizzled(r, unit)`, so that eight rows cover all banks. PTX ISA 8.x, 9.7.15 (asynchronous
 // warpgroup level matrix instructions; 128-byte swizzle).
 
-#if BFLOAT
-#define WGMMA_HALVES "bf16.bf16"
+#include "element_types.cuh"
+
+#if EIGHT_BITS == INT8
+#define WGMMA_TYPES "k32.s32.s8.s8"
+#define WGMMA_FACTORS ""  // no factor is negated or transposed
+#elif EIGHT_BITS
+#define WGMMA_TYPES "k32.f32.e4m3.e4m3"
+#define WGMMA_FACTORS ", 1, 1"
+#elif BFLOAT
+#define WGMMA_TYPES "k16.f32.bf16.bf16"
+#define WGMMA_FACTORS ", 1, 1, 0, 0"
 #else
-#define WGMMA_HALVES "f16.f16"
+#define WGMMA_TYPES "k16.f32.f16.f16"
+#define WGMMA_FACTORS ", 1, 1, 0, 0"
 #endif
 
-__device__ __forceinline__ int swizzled(int row, int eight) { return eight ^ row % 8; }
+__device__ __forceinline__ int swizzled(int row, int unit) { return unit ^ row % 8; }
 
-// Descriptor of the first 16 elements of the rows at `at` in shared memory: address, 1024 bytes between
+// Descriptor of the first 32 bytes of the rows at `at` in shared memory: address, 1024 bytes between
 // groups of eight rows, swizzle.
 __device__ __forceinline__ u64 factor(u32 at) {
     return (u64)(at >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// The same for elements 16 k .. 16 k + 15.
+// The same for bytes 32 k .. 32 k + 31.
 __device__ __forceinline__ u64 factor(const u16* first, int k) {
     return factor((u32)__cvta_generic_to_shared(first) + 32 * k);
 }
@@ -49,68 +59,72 @@ __device__ __forceinline__ void end_products() {
 
 // Sum 4 * j + i of a lane is for row lane / 4 + 8 * (i / 2) of its warp's sixteen and column
 // 8 * j + lane % 4 * 2 + i % 2.
-template <int WIDTH> __device__ __forceinline__ void multiply_halves64(float* c, u64 a, u64 b);
+template <int WIDTH> __device__ __forceinline__ void multiply_shared64(Sum* c, u64 a, u64 b);
 
-#define MULTIPLY_HALVES(WIDTH, SUMS, FACTORS, ...) \
-    template <> __device__ __forceinline__ void multiply_halves64<WIDTH>(float* c, u64 a, u64 b) { \
+#define MULTIPLY_SHARED(WIDTH, SUMS, FACTORS, ...) \
+    template <> __device__ __forceinline__ void multiply_shared64<WIDTH>(Sum* c, u64 a, u64 b) { \
         asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;" \
-                     "wgmma.mma_async.sync.aligned.m64n" #WIDTH "k16.f32." WGMMA_HALVES \
-                     " {" SUMS "}, " FACTORS ", p, 1, 1, 0, 0;}" \
+                     "wgmma.mma_async.sync.aligned.m64n" #WIDTH WGMMA_TYPES \
+                     " {" SUMS "}, " FACTORS ", p" WGMMA_FACTORS ";}" \
                      : __VA_ARGS__ : "l"(a), "l"(b)); \
     }
-#define FLOAT4(I) "+f"(c[I]), "+f"(c[I + 1]), "+f"(c[I + 2]), "+f"(c[I + 3])
-MULTIPLY_HALVES(8, "%0, %1, %2, %3",
+#define SUMS_OF(c, i) "+" SUM_REGISTER((c)[i]), "+" SUM_REGISTER((c)[i + 1]), \
+                      "+" SUM_REGISTER((c)[i + 2]), "+" SUM_REGISTER((c)[i + 3])
+#define SUM4(I) SUMS_OF(c, I)
+MULTIPLY_SHARED(8, "%0, %1, %2, %3",
                 "%4, %5",
-                FLOAT4(0))
-MULTIPLY_HALVES(16, "%0, %1, %2, %3, %4, %5, %6, %7",
+                SUM4(0))
+MULTIPLY_SHARED(16, "%0, %1, %2, %3, %4, %5, %6, %7",
                 "%8, %9",
-                FLOAT4(0), FLOAT4(4))
-MULTIPLY_HALVES(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
+                SUM4(0), SUM4(4))
+MULTIPLY_SHARED(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
                 "%16, %17",
-                FLOAT4(0), FLOAT4(4), FLOAT4(8), FLOAT4(12))
-MULTIPLY_HALVES(64, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                SUM4(0), SUM4(4), SUM4(8), SUM4(12))
+MULTIPLY_SHARED(64, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
                 "%32, %33",
-                FLOAT4(0), FLOAT4(4), FLOAT4(8), FLOAT4(12), FLOAT4(16), FLOAT4(20), FLOAT4(24), FLOAT4(28))
-MULTIPLY_HALVES(128, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                SUM4(0), SUM4(4), SUM4(8), SUM4(12), SUM4(16), SUM4(20), SUM4(24), SUM4(28))
+MULTIPLY_SHARED(128, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
                 "%64, %65",
-                FLOAT4(0), FLOAT4(4), FLOAT4(8), FLOAT4(12), FLOAT4(16), FLOAT4(20), FLOAT4(24), FLOAT4(28),
-                FLOAT4(32), FLOAT4(36), FLOAT4(40), FLOAT4(44), FLOAT4(48), FLOAT4(52), FLOAT4(56), FLOAT4(60))
+                SUM4(0), SUM4(4), SUM4(8), SUM4(12), SUM4(16), SUM4(20), SUM4(24), SUM4(28),
+                SUM4(32), SUM4(36), SUM4(40), SUM4(44), SUM4(48), SUM4(52), SUM4(56), SUM4(60))
 
-__device__ __forceinline__ void multiply64(float* c, u64 a, u64 b) { multiply_halves64<64>(c, a, b); }
+__device__ __forceinline__ void multiply64(Sum* c, u64 a, u64 b) { multiply_shared64<64>(c, a, b); }
 
+#if !EIGHT_BITS
 // The same with the first factor in registers, 16 x 16 in each warp as for `multiply`. They must not
 // change until the products have been waited for.
-template <int WIDTH> __device__ __forceinline__ void multiply_halves64(float* c, const u32 (&a)[4], u64 b);
+template <int WIDTH> __device__ __forceinline__ void multiply_registers64(Sum* c, const u32 (&a)[4], u64 b);
 
 #define MULTIPLY_REGISTERS(WIDTH, SUMS, FACTORS, ...) \
     template <> \
-    __device__ __forceinline__ void multiply_halves64<WIDTH>(float* c, const u32 (&a)[4], u64 b) { \
+    __device__ __forceinline__ void multiply_registers64<WIDTH>(Sum* c, const u32 (&a)[4], u64 b) { \
         asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;" \
-                     "wgmma.mma_async.sync.aligned.m64n" #WIDTH "k16.f32." WGMMA_HALVES \
+                     "wgmma.mma_async.sync.aligned.m64n" #WIDTH WGMMA_TYPES \
                      " {" SUMS "}, " FACTORS ", p, 1, 1, 0;}" \
                      : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
     }
 MULTIPLY_REGISTERS(8, "%0, %1, %2, %3",
                    "{%4, %5, %6, %7}, %8",
-                   FLOAT4(0))
+                   SUM4(0))
 MULTIPLY_REGISTERS(16, "%0, %1, %2, %3, %4, %5, %6, %7",
                    "{%8, %9, %10, %11}, %12",
-                   FLOAT4(0), FLOAT4(4))
+                   SUM4(0), SUM4(4))
 MULTIPLY_REGISTERS(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
                    "{%16, %17, %18, %19}, %20",
-                   FLOAT4(0), FLOAT4(4), FLOAT4(8), FLOAT4(12))
+                   SUM4(0), SUM4(4), SUM4(8), SUM4(12))
 MULTIPLY_REGISTERS(64, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
                    "{%32, %33, %34, %35}, %36",
-                   FLOAT4(0), FLOAT4(4), FLOAT4(8), FLOAT4(12), FLOAT4(16), FLOAT4(20), FLOAT4(24), FLOAT4(28))
+                   SUM4(0), SUM4(4), SUM4(8), SUM4(12), SUM4(16), SUM4(20), SUM4(24), SUM4(28))
 MULTIPLY_REGISTERS(128, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
                    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
                    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
                    "{%64, %65, %66, %67}, %68",
-                   FLOAT4(0), FLOAT4(4), FLOAT4(8), FLOAT4(12), FLOAT4(16), FLOAT4(20), FLOAT4(24), FLOAT4(28),
-                   FLOAT4(32), FLOAT4(36), FLOAT4(40), FLOAT4(44), FLOAT4(48), FLOAT4(52), FLOAT4(56), FLOAT4(60))
+                   SUM4(0), SUM4(4), SUM4(8), SUM4(12), SUM4(16), SUM4(20), SUM4(24), SUM4(28),
+                   SUM4(32), SUM4(36), SUM4(40), SUM4(44), SUM4(48), SUM4(52), SUM4(56), SUM4(60))
+#endif

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,12 @@ class KernelContext(kernel_context.KernelContext[OperandRef]):
         buffer = operand.buffer
         start = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.address
         return OperandRef(int(start) + operand.meta.offset, operand.meta, operand)
+
+    def with_operand(self, name: str, ref: OperandRef) -> KernelContext:
+        """A copy of the context with another operand called ``name``."""
+        made = copy(self)
+        made._operands = {**self._operands, name: ref}
+        return made
 
     def live_address(self, dim: Dim) -> int:
         """Device address of an int64 that holds the dimension's value in each run."""

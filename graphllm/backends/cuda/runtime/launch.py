@@ -68,6 +68,7 @@ class PreparedLaunch:
 
     def __init__(self, launch: Launch, handle: int, gpu: Gpu) -> None:
         self._go, self._handle = gpu.library.cuLaunchKernelEx, ctypes.c_void_p(handle)
+        self._count = gpu.library.cuOccupancyMaxActiveClusters
         data = [_argument_bytes(arg) for arg in launch.args]
         self._values = [ctypes.create_string_buffer(d, max(8, len(d))) for d in data]
         addresses = [ctypes.addressof(v) for v in self._values]
@@ -89,6 +90,10 @@ class PreparedLaunch:
         status = self._go(self._reference, self._handle, self._params, None)
         if status:
             raise self._failure(status)
+
+    def count_clusters(self, found: ctypes.c_int) -> int:
+        """Store the number of clusters that the GPU runs at a time; return CUDA's status."""
+        return int(self._count(ctypes.byref(found), self._handle, self._reference))
 
     def _failure(self, status: int) -> GraphllmError:
         what = f"the launch of {self._what}"
@@ -175,6 +180,10 @@ class Gpu:
 
     def prepare(self, launch: Launch) -> Callable[[], None]:
         """The launch as a function that can be called repeatedly."""
+        return PreparedLaunch(launch, self.prepared(launch), self)
+
+    def prepared(self, launch: Launch) -> int:
+        """The handle of the launch's kernel, which may use the launch's shared memory."""
         function = self.function(launch.function)
         if launch.shared > _MAX_DYNAMIC_SHARED:
             what = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -184,7 +193,19 @@ class Gpu:
         if launch.shared_percent >= 0:
             carveout = driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             driver.funcSetAttribute(function.ptr, carveout, launch.shared_percent)
-        return PreparedLaunch(launch, function.ptr, self)
+        return int(function.ptr)
+
+    def max_clusters(self, launch: Launch) -> int:
+        """Number of clusters of the launch that the GPU runs at a time.
+
+        Raises:
+            GraphllmError: the driver refuses the launch.
+        """
+        found, prepared = ctypes.c_int(), PreparedLaunch(launch, self.prepared(launch), self)
+        status = prepared.count_clusters(found)
+        if status:
+            raise GraphllmError(f"CUDA error {status} at the clusters of {launch.function.name}")
+        return found.value
 
     def transfer(self, source: int, target: int, nbytes: int, to_host: bool) -> None:
         kind = runtime.memcpyDeviceToHost if to_host else runtime.memcpyHostToDevice
