@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import packed_checkpoints as writer
 import pytest
+from cuda_cases import need_gpu
 from packed_checkpoints import (
     awq_config,
     compressed_config,
@@ -188,18 +189,18 @@ def random_pair(folder: Path, name: str, kind: str) -> tuple[Path, Path]:
     return folder / "packed", plain
 
 
+MODELS = [
+    ("llama", "gptq"),
+    ("qwen3", "gptq-8"),
+    ("mixtral", "awq"),
+    ("phi3", "awq"),
+    ("mixtral", "compressed"),
+    ("qwen3", "compressed-asymmetric"),
+]
+
+
 @pytest.mark.parity
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("llama", "gptq"),
-        ("qwen3", "gptq-8"),
-        ("mixtral", "awq"),
-        ("phi3", "awq"),
-        ("mixtral", "compressed"),
-        ("qwen3", "compressed-asymmetric"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind"), MODELS)
 def test_logits(tmp_path, name, kind):
     """Separate, stacked (experts) and fused (qkv, gate_up) linears, on both host backends. The
     offsets of asymmetric weights are rounded to float16."""
@@ -216,6 +217,19 @@ def test_logits(tmp_path, name, kind):
     assert np.square(have - want).sum() / np.square(want).sum() <= 1e-2  # 8-bit activations
     noted = graphllm.load(packed, device="reference", context=32, type="q5_0").notes()
     assert any("they have a block format already" in line for line in noted)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("name", "kind"), MODELS)
+def test_logits_on_the_gpu(tmp_path, name, kind):
+    """Those of the reference, with float activations and with those that kernels choose."""
+    need_gpu()
+    packed, _ = random_pair(tmp_path, name, kind)
+    options = {"kv_type": "f32", "context": 32}
+    want = graphllm.load(packed, device="reference", linear="float", **options).logits(IDS)
+    for linear, limit in (("float", 1e-5), ("auto", 1e-4)):
+        have = graphllm.load(packed, device="cuda", linear=linear, **options).logits(IDS)
+        assert np.square(have - want).sum() / np.square(want).sum() <= limit, linear
 
 
 # --------------------------------------------------------------------------------------- bad input
