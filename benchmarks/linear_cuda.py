@@ -5,9 +5,9 @@
 
 ``products``: the products of a Mistral-7B layer by the first choice of cuBLASLt and by the fastest
 of eight, over more weights than the caches hold. ``counts``: a linear of few tokens by graphllm's
-kernels and by cuBLASLt. ``batches``: the linears of a layer in block formats, by number of tokens;
-"1 f16" is one token by the kernel for several. ``layers``: prefill time by step, in a model of four
-such layers.
+kernels and by cuBLASLt. ``batches``: the linears of a layer in quantised formats, by number of
+tokens; "1 f16" is one token of block formats by the kernel for several. ``layers``: prefill time by
+step, in a model of four such layers.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from graphllm.backends.cuda.kernels.matrices import MAX_TOKENS
 from graphllm.backends.cuda.runtime import cublaslt
 from graphllm.checkpoints.model_shapes import SHAPES
 from graphllm.checkpoints.random_weights import RandomCheckpoint
+from graphllm.formats import ROW_FORMATS, activation_of
 from graphllm.formats.quantization import Blocks, quantise
 from graphllm.graph.dtype import F16, F32, dtype
 from graphllm.graph.tensor import Var, feed, weight
@@ -119,7 +120,7 @@ LAUNCHES_OF_A_LAYER: dict[str, tuple[tuple[int, ...], int, bool]] = {
 
 
 def batches(given: argparse.Namespace) -> Iterator[str]:
-    """Microseconds of the linears of a layer in block formats, and share of the read bandwidth."""
+    """Microseconds of the linears of a layer by format, and share of the read bandwidth."""
     names = [f"{name:>9}" for name in LAUNCHES_OF_A_LAYER]
     yield f"{'format':<8} {'tokens':>6} {' '.join(names)} {'layer':>8} {'limit':>6} {'share':>6}"
     for kind in given.type.split(","):
@@ -142,7 +143,7 @@ def launch_times(
     """Microseconds of a launch by number of tokens, over weights that the caches do not hold."""
     copies = max(2, (BYTES // 2) // (dtype(kind).row_nbytes(depth) * sum(rows)))
     rng = np.random.default_rng(0)
-    stored = {}
+    stored: dict[str, Any] = {}
     for i, count in enumerate(rows):
         part = quantise(rng.standard_normal((64, depth)).astype(np.float32) / 64, dtype(kind))
         raw = np.tile(np.asarray(part, np.uint8).reshape(64, -1), (count // 64, 1))
@@ -152,7 +153,7 @@ def launch_times(
     x = feed("x", (Var("T", 1, max(counts)), depth), "f32")
     for count in counts:
         labels = {str(count): x}
-        if count == 1:
+        if count == 1 and kind not in ROW_FORMATS:
             labels["1 f16"] = ops.quantise_act(x, dtype="f16")
         for label, own in labels.items():
             made = {}
@@ -161,8 +162,9 @@ def launch_times(
                 each = [ops.linear(own, w) for w in leaves]
                 if gated:
                     each = [ops.mul(ops.silu(each[0]), each[1])]
-                    if label != "1":
-                        each = [ops.quantise_act(each[0], dtype="f16")]
+                    if label != "1" or kind in ROW_FORMATS:
+                        form = activation_of(dtype(kind)).name if kind in ROW_FORMATS else "f16"
+                        each = [ops.quantise_act(each[0], dtype=form)]
                 made |= {f"y{i}.{n}": y for i, y in enumerate(each)}
             plan = executor.compile(made, {"T": (1, count)})
             x_values = rng.standard_normal((count, depth)).astype(np.float32)
