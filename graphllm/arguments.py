@@ -243,7 +243,9 @@ def check(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, Any
 def unknown_argument(
     name: str, known: Iterable[str], aliases: Mapping[str, str], where: str
 ) -> RequestError:
-    """Return the error for an argument that ``where`` does not have, with the closest known name.
+    """Return the error for an argument that ``where`` does not have.
+
+    It names the closest known argument, or all of them if none is close.
 
     Args:
         name: the unknown argument.
@@ -253,5 +255,5 @@ def unknown_argument(
     """
     names = [*known, *aliases]
     near = difflib.get_close_matches(name, names, 1, 0.5)
-    hint = f"nearest: {aliases.get(near[0], near[0])}; " if near else ""
-    return RequestError(f"{where} has no argument {name!r}; {hint}known: {', '.join(known)}")
+    hint = f"nearest: {aliases.get(near[0], near[0])}" if near else f"known: {', '.join(known)}"
+    return RequestError(f"{where} has no argument {name!r}; {hint}")

@@ -243,7 +243,8 @@ def _mix(logits, sink, rows):
 def kv_write(pool, x, slot):
     for t, row in enumerate(slot):
         if row >= 0 and isinstance(pool, Blocks):
-            data = b"".join(map(_q8_0, x[t].reshape(-1, 32)))
+            encode = {"q8_0": _q8_0, "q4_0": _q4_0}[pool.dtype.name]
+            data = b"".join(map(encode, x[t].reshape(-1, 32)))
             pool.raw[row] = np.frombuffer(data, np.uint8).reshape(pool.raw.shape[1:])
         elif row >= 0:
             for at in np.ndindex(x.shape[1:]):
@@ -271,6 +272,18 @@ def _q8_0(block) -> bytes:
     steps = [float(x * (F32(1) / d)) for x in block]
     q = [int(math.copysign(math.floor(F32(abs(s)) + F32(0.5)), s)) for s in steps]
     return struct.pack("<e32b", half(float(d)), *q)
+
+
+def _q4_0(block) -> bytes:
+    """d = the element of largest magnitude / -8, then x / d + 8 to the nearest of 0 to 15."""
+    if not all(map(np.isfinite, block)):
+        return struct.pack("<e16B", math.nan, *[0x88] * 16)
+    most = max(block, key=abs)
+    if abs(most) < 2.0**-100:
+        return struct.pack("<e16B", -0.0, *[0x88] * 16)
+    d = most / F32(-8)
+    q = [min(15, int(F32(x * (F32(1) / d)) + F32(8.5))) for x in block]
+    return struct.pack("<e16B", half(float(d)), *(low | high << 4 for low, high in zip(q, q[16:])))
 
 
 def half(x: float) -> float:

@@ -281,6 +281,7 @@ def _split(ctx: KernelContext, out: int, room: int, result: bytes, step: int) ->
 
 
 _LAYOUT = dict.fromkeys(("q", "k", "v"), ROWS)  # rows are tokens, and slots of the pools
+_POOLS = {"k": GPU_CACHED, "v": GPU_CACHED}
 
 
 def _float_target(ctx: KernelContext, out: int) -> bytes:
@@ -300,8 +301,8 @@ def _float_launches(ctx: KernelContext, out: int, room: int) -> list[Launch]:
 
 
 @BACKEND.kernel(
-    "attention", layout=_LAYOUT, scratch=lambda node, options: _partials_nbytes(node),
-    when=_unsupported,
+    "attention", layout=_LAYOUT, dtypes=_POOLS,
+    scratch=lambda node, options: _partials_nbytes(node), when=_unsupported,
 )  # fmt: skip
 def attention(ctx: KernelContext) -> list[Launch]:
     return _float_launches(ctx, ctx.out.address, ctx.scratch)
@@ -314,7 +315,7 @@ def _float_result_nbytes(node: Tensor) -> int:
 
 
 @BACKEND.kernel(
-    "attention_quantise", layout=_LAYOUT,
+    "attention_quantise", layout=_LAYOUT, dtypes=_POOLS,
     scratch=lambda node, options: _float_result_nbytes(node) + _partials_nbytes(node),
     when=_unsupported,
 )  # fmt: skip

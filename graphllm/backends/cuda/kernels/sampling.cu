@@ -348,6 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Row row(x, stride, n, width, s);
     Request a = request_of(s, n, width);
     if (!a.wide) return;
+    row.nan = 0xffffffffu;  // wide rows have a temperature
     wide += n;
     u32 top = block_most(own_maximum(maxima, width));
     if (no_valid_logit(s, top)) {

@@ -20,19 +20,20 @@ struct Row {
     const float* x;
     int width;
     u32 nan;          // key of NaN: above or below all others
-    const int* mask;  // bitmap of allowed ids, the others count as -infinity; null: all
+    const int* mask;  // bitmaps of allowed ids, the others count as -infinity; null: all
+    u32 first;        // word of the row's bitmap
 
     __device__ __forceinline__ Row(const u8* x, i64 stride, i64 n, int width, const Settings& settings)
         : x((const float*)(x + n * stride)),
           width(width),
           nan(settings.temperature ? 0xffffffffu : 1u),
-          mask(settings.mask ? settings.mask + n * ((width + 31) / 32) : nullptr) {}
+          mask(settings.mask), first((u32)n * (u32)((width + 31) / 32)) {}
     // NaN is above all others.
     __device__ __forceinline__ Row(const void* x, int width)
-        : x((const float*)x), width(width), nan(0xffffffffu), mask(nullptr) {}
+        : x((const float*)x), width(width), nan(0xffffffffu), mask(nullptr), first(0) {}
 
     __device__ __forceinline__ bool excludes(int i) const {
-        return mask && !(mask[i / 32] >> (i % 32) & 1);
+        return mask && !(mask[first + i / 32] >> (i % 32) & 1);
     }
     // A key that is larger for larger values, never zero, and equal for both zeros.
     __device__ __forceinline__ u32 key(int i) const { return key_of(i, x[i]); }

@@ -67,8 +67,8 @@ class PreparedLaunch:
     """A launch with its arguments in place; calling it costs one driver call."""
 
     def __init__(self, launch: Launch, handle: int, gpu: Gpu) -> None:
-        self._go, self._handle = gpu.library.cuLaunchKernelEx, ctypes.c_void_p(handle)
-        self._count = gpu.library.cuOccupancyMaxActiveClusters
+        self._library, self._handle = gpu.library, ctypes.c_void_p(handle)
+        self._go = self._library.cuLaunchKernelEx
         data = [_argument_bytes(arg) for arg in launch.args]
         self._values = [ctypes.create_string_buffer(d, max(8, len(d))) for d in data]
         addresses = [ctypes.addressof(v) for v in self._values]
@@ -93,7 +93,8 @@ class PreparedLaunch:
 
     def count_clusters(self, found: ctypes.c_int) -> int:
         """Store the number of clusters that the GPU runs at a time; return CUDA's status."""
-        return int(self._count(ctypes.byref(found), self._handle, self._reference))
+        count = self._library.cuOccupancyMaxActiveClusters
+        return int(count(ctypes.byref(found), self._handle, self._reference))
 
     def _failure(self, status: int) -> GraphllmError:
         what = f"the launch of {self._what}"
