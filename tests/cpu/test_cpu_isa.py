@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -243,16 +243,17 @@ def calls(code: str) -> list[str]:
     return re.findall(r"^\s+blr?\s.*$", code, re.MULTILINE)
 
 
-def dealt(target: str, days: int = 0) -> tuple[str, ...]:
-    """The block formats to run on a target in some days or, if it is "all", everywhere."""
+def dealt(target: str, days: int = 0, formats: Sequence[str] = INTEGER) -> tuple[str, ...]:
+    """Those of some formats to run on a target in some days or, if it is "all", everywhere."""
     if target == "all":
-        return INTEGER
-    return tuple(rotated(INTEGER, PARTS, days + list(TARGETS).index(target)))
+        return tuple(formats)
+    return tuple(rotated(formats, PARTS, days + list(TARGETS).index(target)))
 
 
 def samples(target: str, days: int = 0) -> Iterator[tuple[str, list[str]]]:
     """(op, block formats) to run on a target in some days or, if it is "all", everywhere."""
-    own = dealt(target, days)
+    floats = [name for name in ROW_FORMATS if name not in INTEGER]
+    own = dealt(target, days) + dealt(target, days, floats)
     for name in PRODUCTS:
         yield name, [form for form in block_formats(name) if form in ("", *own)]
     others = [name for name in KERNELS if name not in PRODUCTS]
