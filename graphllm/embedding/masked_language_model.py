@@ -10,7 +10,7 @@ import numpy as np
 from ..arguments import Integer, check
 from ..errors import ModelFileError, RequestError
 from ..model.encoder_config import MASKED_LM
-from .encoder_model import TRUNCATE, EncoderModel, checked_texts
+from .encoder_model import HEAD_ROWS, TRUNCATE, EncoderModel, checked_texts
 from .labels import softmax
 
 
@@ -61,8 +61,12 @@ class MaskedLanguageModel(EncoderModel):
                 raise RequestError(f"texts[{i}] has no {name} within {self.max_length} tokens")
 
         def fill(index: int, hidden: np.ndarray) -> list[list[Filling]]:
-            scores = softmax(self._logits(hidden[np.array(sequences[index]) == mask]))
-            return [[self._filling(row, i) for i in _best(row, top_k)] for row in scores]
+            rows = hidden[np.array(sequences[index]) == mask]
+            return [
+                [self._filling(row, i) for i in _best(row, top_k)]
+                for at in range(0, len(rows), HEAD_ROWS)
+                for row in softmax(self._logits(rows[at : at + HEAD_ROWS]))
+            ]
 
         return self._map(fill, sequences, progress=progress)
 

@@ -18,6 +18,7 @@ from .tools import (
     find_format,
     with_parsed_arguments,
     with_tool_texts,
+    without_tools,
 )
 
 Object = dict[str, Any]
@@ -39,7 +40,7 @@ class ToolUse:
     def __init__(
         self, tools: Sequence[Tool], choice: str | Tool, several: bool, template: str
     ) -> None:
-        self._tools, self._choice, self._several = tools, choice, several
+        self._tools, self._choice, self.several = tools, choice, several
         self._form, self._described = find_format(template)
 
     def prompt(self, messages: Messages) -> tuple[Messages, Object]:
@@ -56,7 +57,7 @@ class ToolUse:
         tools = self._tools
         if not isinstance(self._choice, str):
             tools = [t for t in tools if t["function"]["name"] == self._choice["name"]]
-        return call_grammar(self._form, tools, self._several and self._choice == "required")
+        return call_grammar(self._form, tools, self.several and self._choice == "required")
 
     @property
     def names(self) -> list[str]:
@@ -99,6 +100,7 @@ class ChatText:
         """Return the fields of a message with a whole answer, and its finish_reason."""
         answer = self._parser()
         reasoning, content, parts = answer.push(text, last=True)
+        parts = self._wanted(parts)
         made: Object = {"content": content}
         if reasoning:
             made["reasoning_content"] = reasoning
@@ -124,9 +126,14 @@ class ChatText:
         made: Object = {"content": content} if content else {}
         if reasoning:
             made["reasoning_content"] = reasoning
-        if calls:
+        if calls := self._wanted(calls):
             made["tool_calls"] = [{"index": call.index, **_call(call)} for call in calls]
         return made, self._finish(answer, finish) if finish is not None else None
+
+    def _wanted(self, parts: list[ToolCall]) -> list[ToolCall]:
+        """Return the parts of the first call alone if there may not be several."""
+        several = self._tools is None or self._tools.several
+        return parts if several else [part for part in parts if part.index == 0]
 
     def _finish(self, answer: AnswerParser, reason: str) -> str:
         return self._tools.finish_reason(reason) if self._tools and answer.calls else reason
@@ -180,10 +187,15 @@ def tool_use(values: Mapping[str, Any], template: str) -> ToolUse | None:
     return ToolUse(tools, choice, values.get("parallel_tool_calls", True), template)
 
 
-def chat_messages(messages: list[Any], tools: ToolUse | None) -> tuple[list[Any], Object]:
+def chat_messages(
+    messages: list[Any], tools: ToolUse | None, template: str
+) -> tuple[list[Any], Object]:
     """Return the messages of a chat for its template, and further variables of the template."""
     parsed = with_parsed_arguments(messages)
-    return (parsed, {}) if tools is None else tools.prompt(parsed)
+    if tools is not None:
+        return tools.prompt(parsed)
+    results = any(isinstance(each, Mapping) and each.get("role") == "tool" for each in parsed)
+    return without_tools(parsed) if results and "tool" not in template else parsed, {}
 
 
 def chat_text(template: str, prompt_end: str, tools: ToolUse | None, grammar: bool) -> ChatText:

@@ -103,7 +103,7 @@ class Completions:
         llm = self._llm.llm
         try:
             tools = tool_use(values, llm.template.source)
-            messages, variables = chat_messages(values["messages"], tools)
+            messages, variables = chat_messages(values["messages"], tools, llm.template.source)
             ids = await asyncio.to_thread(partial(llm.encode_chat, messages, **variables))
         except Exception as error:
             raise api_error(error, "messages") from None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,6 +18,7 @@ from .errors import ApiError
 from .fields import Field, any_text, check_fields
 from .json_data import json_bytes
 from .request_body import read_json
+from .streaming import until_disconnect
 
 MAX_TEXTS = 2048  # of a request, as OpenAI has it
 MAX_PENDING = 64  # requests that run or wait; more are refused
@@ -53,6 +54,7 @@ class Embeddings:
     def __init__(self, model: EmbeddingModel, name: str, max_body: int) -> None:
         self._model, self._name, self._max_body = model, name, max_body
         self._pending = 0
+        self._worker = ThreadPoolExecutor(1, "embeddings")  # the model runs one call at a time
 
     async def embed(self, request: Request) -> Response:
         """``/v1/embeddings``."""
@@ -68,23 +70,24 @@ class Embeddings:
             text = "the server has too many requests; try again later"
             raise ApiError(503, text, code="server_overloaded", headers={"retry-after": "1"})
         self._pending += 1
+        form = values.get("encoding_format", "float")
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._worker, self._compute, values["input"], form)
         try:
-            vectors, tokens = await asyncio.to_thread(self._compute, values["input"])
-        except RequestError as error:  # a text is too long
-            raise ApiError(400, str(error), "input", "context_length_exceeded") from None
+            body = await until_disconnect(request.receive, work)
+        except RequestError as error:
+            if error.argument != "truncate":
+                raise
+            text = str(error).replace("texts[", "input[", 1)
+            raise ApiError(400, text, "input", "context_length_exceeded") from None
         finally:
             self._pending -= 1
-        return Response(
-            self._body(vectors, tokens, values.get("encoding_format", "float")),
-            media_type="application/json",
-        )
+        return Response(body, media_type="application/json")
 
-    def _compute(self, texts: Sequence[str]) -> tuple[np.ndarray, int]:
-        """Return embeddings [n, dim] and the number of tokens of the texts."""
+    def _compute(self, texts: Sequence[str], form: str) -> bytes:
+        """Return the body of the response."""
         tokens = sum(len(self._model.encode(text)) for text in texts)
-        return self._model.embed(list(texts), truncate=False), tokens
-
-    def _body(self, vectors: np.ndarray, tokens: int, form: str) -> bytes:
+        vectors = self._model.embed(list(texts), truncate=False)
         data = [
             {
                 "object": "embedding",

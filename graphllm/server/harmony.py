@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 from .tool_call_parser import ToolCall, overlap
 
-CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
-_ENDS = ("<|end|>", "<|start|>", "<|call|>", "<|return|>")  # of a message
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", START, "<|call|>", "<|return|>")  # of a message
 _CALLED = re.compile(r"to=functions\.([a-zA-Z0-9_-]+)")
 
 
@@ -52,6 +52,9 @@ class HarmonyParser:
         """Read up to the text of a message; return whether something follows."""
         at = self._rest.find(MESSAGE)
         if at < 0:
+            if last and self._rest.startswith((START, CHANNEL)):  # the answer was cut off
+                self._rest = ""
+                return False
             is_header = self._rest[:2] in ("", "<", "<|") or self._rest.startswith("assistant")
             if not is_header or last:  # no header: text of a model that does not use the format
                 self._kind = "content"

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from .tools import ToolFormat
 
-_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+_HEAD = re.compile(
+    r'\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 _FIRST_KEY = re.compile(r'\{\s*"([^"]*)"')
 
@@ -108,8 +110,10 @@ class ToolCallParser:
     def _head(self, last: bool) -> bool:
         """A call up to its arguments; or the whole call, if its keys come in another order."""
         rest = self._rest.lstrip()
+        self._begun += self._rest[: len(self._rest) - len(rest)]
+        self._rest = rest
         found = _HEAD.match(rest)
-        if found is not None and found.end() < len(rest):
+        if found is not None:
             if found[1] not in self._names:
                 return self._not_a_call()
             self._calls.append(ToolCall(self.calls, found[1], ""))
@@ -119,24 +123,24 @@ class ToolCallParser:
         key = _FIRST_KEY.match(rest)
         if (rest and rest[0] != "{") or (key is not None and key[1] not in _KEYS):
             return self._not_a_call()
-        size = _ValueScanner().size(rest)
+        size = self._scanner.size(rest)
         if size is None:
             return self._not_a_call() if last else False
-        if found is not None and not last:
-            return False
         try:
             call = json.loads(rest[:size])
             name, arguments = call["name"], call.get("arguments", call.get("parameters"))
         except (ValueError, KeyError, TypeError, RecursionError):
             return self._not_a_call()
-        if name not in self._names or not isinstance(arguments, dict):
+        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
             return self._not_a_call()
         self._calls.append(ToolCall(self.calls, name, json.dumps(arguments, ensure_ascii=False)))
         self.calls += 1
+        self._scanner = _ValueScanner()
         self._rest, self._state, self._in_text = rest[size:], self._after, False
         return True
 
     def _not_a_call(self) -> bool:
+        self._scanner = _ValueScanner()
         self._rest = self._begun + self._rest
         if not self._form.anywhere:
             self._state = self._passing
@@ -148,23 +152,40 @@ class ToolCallParser:
 
     def _arguments(self, last: bool) -> bool:
         """The arguments of a call, as they come."""
-        size = self._scanner.size(self._rest)
-        part = self._rest if size is None else self._rest[:size]
+        part, done = self._scanned()
         if part:
             self._calls.append(ToolCall(self.calls, "", part))
-        self._rest = self._rest[len(part) :]
-        if size is None:
+        if not done:
             return False
         self.calls += 1
-        self._state, self._in_text = self._closing, False
+        self._scanner, self._state, self._in_text = _ValueScanner(depth=1), self._closing, False
         return True
 
+    def _scanned(self) -> tuple[str, bool]:
+        """Consume the rest up to the end of the value, and return it and whether the end came."""
+        size = self._scanner.size(self._rest)
+        part, self._rest = self._rest[:size], "" if size is None else self._rest[size:]
+        self._scanner.restart()
+        return part, size is not None
+
     def _closing(self, last: bool) -> bool:
-        """What follows the arguments of a call, up to its brace."""
-        at = self._rest.find("}")
-        self._rest = self._rest[at + 1 :] if at >= 0 else ""
-        self._state = self._after if at >= 0 else self._closing
-        return at >= 0
+        """The brace of a call, which models forget, or further keys and the brace."""
+        rest = self._rest.lstrip()
+        if rest.startswith(","):
+            self._state = self._further_keys
+        elif rest:
+            self._rest, self._state = rest.removeprefix("}"), self._leave
+        return bool(rest)
+
+    def _further_keys(self, last: bool) -> bool:
+        """Keys after the arguments of a call, up to its brace."""
+        if done := self._scanned()[1]:
+            self._state = self._leave
+        return done
+
+    def _leave(self, last: bool) -> bool:
+        self._scanner, self._state = _ValueScanner(), self._after
+        return True
 
     def _after(self, last: bool) -> bool:
         """What follows a call: its end, or the next one of a list."""
@@ -190,31 +211,35 @@ class ToolCallParser:
 
 
 class _ValueScanner:
-    """Finds the end of a JSON value whose text comes in parts."""
+    """Finds the end of a JSON object whose text comes in parts; each character is read once."""
 
-    def __init__(self) -> None:
-        self._depth, self._quoted, self._escaped = 0, False, False
+    def __init__(self, depth: int = 0) -> None:
+        self._depth, self._quoted, self._escaped, self._at = depth, False, False, 0
+
+    def restart(self) -> None:
+        """Expect the next text to begin where the last one ended."""
+        self._at = 0
 
     def size(self, text: str) -> int | None:
-        """Return the number of characters up to the end of the value; None if it goes on."""
-        for at, character in enumerate(text):
+        """Return the number of characters up to the end of the object; None if it goes on.
+
+        ``text`` begins with the text of the last call.
+        """
+        start, self._at = self._at, len(text)
+        for at, character in enumerate(text[start:], start):
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
                 self._escaped = character == "\\"
                 self._quoted = character != '"'
-                if not self._quoted and not self._depth:
-                    return at + 1
             elif character == '"':
                 self._quoted = True
             elif character in "{[":
                 self._depth += 1
             elif character in "}]":
                 self._depth -= 1
-                if self._depth <= 0:
-                    return at + 1 if self._depth == 0 else at
-            elif character in "," and not self._depth:
-                return at
+                if not self._depth:
+                    return at + 1
         return None
 
 

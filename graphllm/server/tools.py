@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arguments import flag, invalid_argument, mapping
+from ..chat.messages import normalize_messages
 from .errors import ApiError
 
 MAX_TOOLS = 128
@@ -146,22 +147,35 @@ def with_tool_texts(messages: Messages, tools: Sequence[Tool]) -> Messages:
         f"You can call these functions:\n{listed}\nTo call one, answer with\n<tool_call>\n"
         '{"name": NAME, "arguments": OBJECT}\n</tool_call>'
     )
-    made = [_as_text(message) for message in messages]
-    first = made[0] if made and isinstance(made[0], Mapping) else {}
-    if first.get("role") == "system" and isinstance(first.get("content"), str):
-        return [{**first, "content": f"{first['content']}\n\n{about}"}, *made[1:]]
+    made = without_tools(messages)
+    if made[0]["role"] == "system":
+        return [{**made[0], "content": f"{made[0]['content']}\n\n{about}"}, *made[1:]]
     return [{"role": "system", "content": about}, *made]
 
 
-def _as_text(message: Any) -> Any:
-    if not isinstance(message, Mapping):
-        return message  # an error of the template's checks
-    content = message.get("content")
-    if message.get("role") == "tool" and isinstance(content, str):
+def without_tools(messages: Messages) -> Messages:
+    """Return the messages with calls and results as text; results of several calls are one turn."""
+    made: Messages = []
+    after_result = False
+    for message in normalize_messages(messages):
+        own = _as_text(message)
+        if after_result and own["role"] == "user":
+            made[-1]["content"] += f"\n{own['content']}"
+        else:
+            made.append(own)
+        after_result = message["role"] == "tool"
+    return made
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = message.get("tool_calls")
     if not calls:
-        return dict(message)
+        return {**message, "content": content}
     texts = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
     listed = "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
     return {"role": message.get("role"), "content": f"{content}\n{listed}" if content else listed}

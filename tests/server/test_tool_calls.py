@@ -10,7 +10,15 @@ import pytest
 from graphllm.server.harmony import HarmonyParser
 from graphllm.server.reasoning import ReasoningParser
 from graphllm.server.tool_call_parser import ToolCallParser
-from graphllm.server.tools import HERMES, LLAMA3, MISTRAL, ToolFormat, call_grammar, find_format
+from graphllm.server.tools import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    ToolFormat,
+    call_grammar,
+    find_format,
+    without_tools,
+)
 
 NAMES = ("add", "get_time")
 ONE = '{"name": "add", "arguments": {"a": 1, "text": "} \\" ]é</tool_call>"}}'
@@ -43,6 +51,13 @@ def parse(form: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str
     (HERMES, '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
      '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', []),
     (HERMES, "<tool_call>[1]</tool_call>x", "<tool_call>[1]</tool_call>x", []),
+    (HERMES, '<tool_call>{"arguments": {}, "name": []}</tool_call>',
+     '<tool_call>{"arguments": {}, "name": []}</tool_call>', []),
+    (HERMES, '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>',
+     '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>', []),
+    (HERMES, f"<tool_call>{ONE[:-1]}</tool_call> and <tool_call>{TWO}</tool_call> end", " and  end",
+     [ADD, TIME]),
+    (HERMES, f"<tool_call>{ONE[:-1]}, \"id\": \"a}}b\"}}</tool_call>", "", [ADD]),
     (HERMES, ONE, ONE, []),
     (HERMES, "  \n", "  \n", []),
     (MISTRAL, f" [{ONE}, {TWO}]", "", [ADD, TIME]),
@@ -94,7 +109,8 @@ ADDS = "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>js
      [("add", "{}")]),
     ("<|channel|>commentary to=functions.rm<|message|>{}", "", "{}", []),
     ("plain <|text", "", "plain <|text", []),
-    ("<|channel|>anal", "", "<|channel|>anal", []),
+    ("<|channel|>anal", "", "", []),
+    ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>fin", "a", "", []),
 ])  # fmt: skip
 def test_harmony(answer, reasoning, content, calls):
     for pieces in ([answer], list(answer), [answer[:30], answer[30:]]):
@@ -159,3 +175,21 @@ def test_formats_of_templates():
     assert find_format("{{ messages }}") == (HERMES, False)
     with pytest.raises(Exception, match=r"format of tool calls of this model \(<arg_key>\) is not"):
         find_format("tools <tool_call> <arg_key>")
+
+
+def test_calls_and_results_as_text():
+    """For a template without tools: results of two calls are one turn, and content may be parts."""
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    parts = [{"type": "text", "text": "by"}, {"type": "text", "text": "e"}]
+    system, asked, called, results, said = without_tools([
+        {"role": "system", "content": parts}, {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "So:", "tool_calls": [call, call]},
+        {"role": "tool", "content": "2"}, {"role": "tool", "content": parts},
+        {"role": "assistant", "content": parts},
+    ])  # fmt: skip
+    assert system["content"] == said["content"] == "bye" and asked["content"] == "1 + 1?"
+    assert called["content"].count("<tool_call>") == 2 and called["role"] == "assistant"
+    assert results == {
+        "role": "user",
+        "content": "<tool_response>\n2\n</tool_response>\n<tool_response>\nbye\n</tool_response>",
+    }
