@@ -7,7 +7,7 @@ from graphllm.model.config_keys import Keys
 from graphllm.model.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from graphllm.weights import Weights
 
-MAX_POSITIONS = 1 << 15
+MAX_TABLE = 1 << 24
 HF = bart_rules()
 TINY = (
     {"vocab_size": 131, "d_model": 60, "encoder_layers": 2, "decoder_layers": 3,
@@ -38,6 +38,7 @@ def config(keys: Keys) -> EncoderDecoderConfig:
     keys.require("share_encoder_decoder_embeddings", True)
     keys.require("decoder_vocab_size", keys.positive("vocab_size"))
     found = bart_config(keys, pre_norm=False, embed_norm=False)
-    if found.context > MAX_POSITIONS:  # the tables are not in the file
-        raise keys.error("max_position_embeddings", f"= {found.context}: at most {MAX_POSITIONS}")
+    if found.context * found.dim > MAX_TABLE:  # the tables are not in the file
+        text = f"= {found.context} with d_model = {found.dim} is too large"
+        raise keys.error("max_position_embeddings", text)
     return found

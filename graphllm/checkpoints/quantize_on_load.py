@@ -98,7 +98,8 @@ class QuantizedWeights:
             return stored.dtype
         for form in (self.kind, self._fallback()):
             if stored.shape[-1] % form.block == 0:  # type: ignore[operator]
-                return form
+                same_size = form != self.kind and form.nbytes == stored.dtype.nbytes
+                return stored.dtype if same_size else form  # f16 has no reason to become bf16
         return stored.dtype
 
     def _fallback(self) -> DType:

@@ -67,7 +67,7 @@ class Calibration:
     ] = None
     device: Device = "auto"
 
-    def check(self, model_output: Path, force: bool) -> None:
+    def check(self, model: str, model_output: Path, force: bool) -> None:
         """Raise RequestError if options do not fit together, or an output exists."""
         from ..atomic_file import check_output
 
@@ -81,8 +81,10 @@ class Calibration:
             ):  # fmt: skip
                 if value is not None:
                     raise RequestError(f"{flag} needs --calibrate FILE")
-        if self.write_imatrix == model_output:
-            raise RequestError(f"--write-imatrix {model_output}: is the model to write")
+        inputs = (("the model", Path(model)), ("the text", self.calibrate))
+        for what, path in (*inputs, ("the model to write", model_output)):
+            if self.write_imatrix and path and self.write_imatrix.resolve() == path.resolve():
+                raise RequestError(f"--write-imatrix {self.write_imatrix}: is {what}")
         for path in (model_output, self.write_imatrix):
             if path is not None:
                 check_output(path, force)
@@ -167,7 +169,7 @@ def quantize(
     if kind is not None and calibration.target is not None:
         raise RequestError("give --type or --target-size, not both")
     file_type(kind or _KIND)  # an unknown type is reported before the model runs
-    calibration.check(output, force)
+    calibration.check(model, output, force)
     arguments = {"kind": kind or _KIND} | calibration.arguments(model, threads, force)
     bar = progress_line("quantising") if sys.stderr.isatty() else nullcontext()
     with bar as progress:

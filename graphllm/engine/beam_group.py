@@ -233,10 +233,12 @@ class BeamGroup:
 
     def _answer(self, found: Hypothesis) -> Answer:
         ids, text, note = list(found.tokens), "", ""
-        stopped = ids[-1] in self.rules.ends(len(ids))
-        if stopped:
+        length = len(ids)
+        forced = self.rules.forced_eos_id is not None and length == self.rules.most
+        stopped = not forced and ids[-1] in self.rules.ends(length)
+        if forced or stopped:
             ids.pop()
-        elif len(ids) < self._sampling.max_tokens:
+        if not stopped and length < self._sampling.max_tokens:
             note = f"the context of {self._context} tokens is full: the answer is cut off"
         if self._tokenizer is not None:
             stream = self._tokenizer.stream(continuation=not self._has_source)

@@ -129,8 +129,8 @@ class _Vocabulary:
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Tokens(tokenizer)), eos_token=sorted(tokenizer.eog_ids)
         )
-        self._compiled: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Grammar, str] = OrderedDict()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
         self.words = -(-self._tokenizer.vocab_size // 32)
 
     def start(self, grammar: Grammar) -> llguidance.LLMatcher:
@@ -138,15 +138,22 @@ class _Vocabulary:
         with self._lock:
             found = self._compiled.get(grammar)
         if found is None:
-            found = self._compile(grammar)  # without the lock: it may take a second
+            with self._compiling:  # one at a time: it may take a second and hundreds of MB
+                found = self._compile(grammar)
         with self._lock:
             self._compiled.pop(grammar, None)
             self._compiled[grammar] = found  # at the end: it was used last
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
-            return found.deep_copy()
+        return self._matcher(found)
 
-    def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
+    def _matcher(self, compiled: str) -> llguidance.LLMatcher:
+        """A state of its own. Copies of one would share a lexer, and so its limit of states."""
+        limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        return llguidance.LLMatcher(self._tokenizer, compiled, log_level=0, limits=limits)
+
+    def _compile(self, grammar: Grammar) -> str:
+        """Return llguidance's form of a grammar that something matches."""
         name, text = grammar
         if len(text) > MAX_CHARS:
             raise RequestError(f"{name} has {len(text)} characters, more than {MAX_CHARS}", name)
@@ -154,13 +161,12 @@ class _Vocabulary:
             compiled = _PARSERS[name](text)
         except ValueError as error:
             raise RequestError(f"{name}: {_line(error)}", name) from None
-        limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
-        matcher = llguidance.LLMatcher(self._tokenizer, compiled, log_level=0, limits=limits)
+        matcher = self._matcher(compiled)
         if not matcher.is_error():
             matcher.compute_bitmask()  # of the first token: nothing may match the grammar
         if matcher.is_error():
             raise RequestError(f"{name} = {quote(text)}: {_reason(matcher)}", name)
-        return matcher
+        return compiled
 
 
 _PARSERS: dict[str, Callable[[str], str]] = {
@@ -230,6 +236,8 @@ def start_grammar(settings: Mapping[str, Any], tokenizer: Tokenizer | None) -> G
 def _reason(matcher: llguidance.LLMatcher) -> str:
     """Return why a matcher is in an error state, on one line."""
     text = matcher.get_error().partition("<state>")[0].partition("<non-verbose")[0]
+    if text.startswith("panic"):  # a limit that llguidance asserts
+        return "it is too complex"
     return "no text matches it" if text.startswith("NoExtension") else _line(text)
 
 

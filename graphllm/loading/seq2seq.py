@@ -58,7 +58,8 @@ class Seq2Seq:
         if not isinstance(words, list):
             raise self._error("bad_words_ids", words, wanted)
         for word in words:
-            if not isinstance(word, list) or len(word) != 1 or word[0] not in range(self._vocab):
+            one = word[0] if isinstance(word, list) and len(word) == 1 else None
+            if type(one) is not int or not 0 <= one < self._vocab:
                 raise self._error("bad_words_ids", words, wanted)
         return tuple(word[0] for word in words)
 

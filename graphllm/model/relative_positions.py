@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
+from ..errors import ModelFileError
+from ..graph.dtype import F32
+from ..graph.tensor import Meta
 from ..weights.weight_rules import View
 from .config_keys import Keys
 
 MAX_REACH = 1 << 15
+MAX_BIASES = 1 << 24
 
 
 def bucket_sizes(keys: Keys) -> tuple[int, int]:
@@ -55,4 +60,15 @@ class BiasByDistance(View):
 
     def __init__(self, reach: int, buckets: int, bidirectional: bool) -> None:
         index = relative_buckets(reach, buckets, bidirectional)
+        self._shape = buckets, len(index)
         super().__init__(lambda stored: stored[index].T)
+
+    def meta(self, stored: Sequence[Meta]) -> Meta:
+        one, (buckets, distances) = stored[0], self._shape
+        if len(one.shape) != 2 or one.shape[0] != buckets:
+            raise ModelFileError(f"shape {one.shape} is not {buckets} buckets by heads")
+        kind = F32 if one.dtype.quantised else one.dtype
+        made = Meta.of((one.shape[1], distances), kind)
+        if made.bound().size > MAX_BIASES:
+            raise ModelFileError(f"shape {one.shape} makes more than {MAX_BIASES} biases")
+        return made

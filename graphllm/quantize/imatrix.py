@@ -151,6 +151,11 @@ def _read_gguf(path: Path) -> dict[str, Array]:
                 continue
             base = name.removesuffix(_SUMS)
             sums, counts = (_floats(file, base + kind) for kind in (_SUMS, _COUNTS))
+            where = f"{path}: entry {quote(base)}"
+            if not counts.size or sums.size % counts.size:
+                raise ModelFileError(f"{where}: {sums.size} sums for {counts.size} counts")
+            if not (np.isfinite(counts).all() and (counts >= 0).all()):
+                raise ModelFileError(f"{where}: a count is negative or not finite")
             found[base] = InputStatistics(sums.reshape(counts.size, -1), counts).mean()
     return found
 

@@ -17,6 +17,7 @@ from ..arguments import (
     flag,
     invalid_argument,
     mapping,
+    text,
     texts,
     token_biases,
     token_ids,
@@ -153,6 +154,8 @@ _COMMON = {
 }
 
 CHAT = _COMMON | {
+    "source_lang": Field(Unsupported()),
+    "target_lang": Field(Unsupported()),
     "messages": Field(_messages),
     "max_tokens": Field(Integer(1, _COUNT), "max_tokens"),
     "max_completion_tokens": Field(Integer(1, _COUNT), "max_tokens"),
@@ -172,6 +175,8 @@ COMPLETION = _COMMON | {
     "max_tokens": Field(Integer(0, _COUNT), "max_tokens"),
     "logprobs": Field(Integer(0, _TOP_LOGPROBS), "logprobs"),
     "echo": Field(flag),
+    "source_lang": Field(text, "source_lang"),  # of encoder-decoders
+    "target_lang": Field(text, "target_lang"),
     "suffix": Field(Unsupported(("",))),
     "best_of": Field(Unsupported((1,))),
 }

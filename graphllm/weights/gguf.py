@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import ModelFileError, quote
-from ..formats import WEIGHT_FORMATS
+from ..formats import ROW_FORMATS, WEIGHT_FORMATS
 from .gguf_format import (
     Cursor,
     StringArray,
@@ -97,7 +97,7 @@ class GgufFile(TensorFiles):
         ModelFileError: A file is missing or malformed.
     """
 
-    formats = WEIGHT_FORMATS
+    formats = tuple(name for name in WEIGHT_FORMATS if name not in ROW_FORMATS)
 
     def __init__(self, path: str | os.PathLike[str], data: bool = True) -> None:
         super().__init__(Path(path))

@@ -17,6 +17,8 @@ from ..graph.dtype import DTYPES, F32, DType
 from ..graph.tensor import Meta
 from .mapped_file import TensorInfo
 
+_STORED = ("i8", "u8", "f8_e4m3")  # dtypes of elements that have scales elsewhere in the file
+
 
 class TensorFile(Protocol):
     """A file with tensors, by the file's own names."""
@@ -352,9 +354,12 @@ class NamedWeights:
             return None
         metas = self._metas(name)
         try:
-            return self._weights[name].transform.meta(metas)
+            made = self._weights[name].transform.meta(metas)
         except ModelFileError as error:
             raise ModelFileError(f"{self.file.path}: {name}: {error}") from None
+        if made.dtype.name in _STORED:
+            raise ModelFileError(f"{self.file.path}: {name}: is {made.dtype}, without its scales")
+        return made
 
     def raw(self, name: str) -> np.ndarray:
         metas, raws = self._metas(name), [self.file.raw(s) for s in self.sources(name)]

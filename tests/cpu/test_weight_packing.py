@@ -86,8 +86,8 @@ def test_every_second_matrix(raw):
 def test_the_first_row_with_a_bad_scale_is_named(raw, row):
     """As the formula in NumPy names it, and whether or not the rows are packed."""
     bad = raw.copy()
-    for each in (row, ROWS - 1):
-        bad[each, 3 * FORMAT.nbytes - 1] = 0x7C  # the last byte of d of the third block
+    for block, each in ((2, row), (0, ROWS - 1)):
+        bad[each, (block + 1) * FORMAT.nbytes - 1] = 0x7C  # the last byte of d
     says = f"^row {row} has an infinite or NaN q6_k scale$"
     for check in (
         lambda: pack(bad, Meta.of((ROWS, COLUMNS), FORMAT)),

@@ -155,7 +155,9 @@ def test_groups_of_modules(tmp_path):
         read(tmp_path, config, tensors)
     config["ignore"] = ["re:b[.]"]
     config["config_groups"]["group_0"]["targets"] = ["re:a$"]
-    with pytest.raises(ModelFileError, match=r"'b.down_proj.weight_packed': packed, but .*ignores"):
+    with pytest.raises(
+        ModelFileError, match=r"'b.down_proj.weight_packed': quantised, but .*ignores"
+    ):
         read(tmp_path, config, tensors)
 
 

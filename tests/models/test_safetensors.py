@@ -282,8 +282,8 @@ def test_not_a_safetensors_file(tmp_path: Path, content: bytes, words: str) -> N
 
 @pytest.mark.parametrize(
     ("kind", "shape", "size"),
-    [("F64", [2], 16), ("F8_E4M3", [2, 2], 4), ("F8_E5M2", [1], 1), ("F4", [4], 2), ("U16", [1], 2),
-     ("F6_E2M3", [4], 3), ("I16", [2], 4)],
+    [("F64", [2], 16), ("F8_E4M3FNUZ", [2, 2], 4), ("F8_E5M2", [1], 1), ("F4", [4], 2),
+     ("U16", [1], 2), ("F6_E2M3", [4], 3), ("I16", [2], 4)],
 )  # fmt: skip
 def test_other_dtypes_are_listed_but_not_read(
     tmp_path: Path, kind: str, shape: list[int], size: int

@@ -38,7 +38,7 @@ def inject_fault(monkeypatch, op: str, scope: str, operand: str, backend: str = 
     """Scale weight ``operand`` of a backend's kernel for ``op`` by 1.01 in scopes that begin with
     ``scope``."""
     kernels = find(backend).kernels[op]
-    honest = next(k for k in kernels if "f32" in k.dtypes.get(operand, ("f32",)))
+    honest = next(k for k in reversed(kernels) if "f32" in k.dtypes.get(operand, ("f32",)))
     pack = honest.pack.get(operand)
 
     def larger(raw: np.ndarray, meta: Meta) -> np.ndarray:

@@ -104,7 +104,7 @@ class Scheme:
 
         group = max(self.groups, key=lambda each: each.targets.match(module))
         if self.ignored.match(module):
-            raise error("packed, but quantization_config ignores the module")
+            raise error("quantised, but quantization_config ignores the module")
         if not group.targets.match(module):
             raise error(f"no target of quantization_config names the module {quote(module)}")
         if not isinstance(group, kind):

@@ -12,6 +12,7 @@ from .stored_linear import Array, StoredLinear
 WEIGHT = "weight"
 TENSOR, CHANNEL, BLOCK = "tensor", "channel", "block"  # what has a scale of its own
 TILE = 128  # rows and columns of a block
+_MAX_COLUMNS = 1 << 17  # of int8: 127 * 127 times it is below 2^31
 _STEP = 1 << 22  # elements that are checked and joined at once
 
 
@@ -40,6 +41,8 @@ class ScaledLinear(StoredLinear):
         if shape[1] % dtype.block:
             text = f"is a weight of {shape[0]} x {shape[1]}, whose rows are not whole blocks of"
             raise self.error(WEIGHT, f"{text} {dtype.block}")
+        if self._form.element == np.int8 and shape[1] >= _MAX_COLUMNS:
+            raise self.error(WEIGHT, f"has rows of {shape[1]}, too long for int32 sums")
         self.shape = (shape[0], shape[1])
         allowed, info = self._scale_shapes(strategy), file.tensors.get(self.name(scale))
         shape = info.shape if info and info.shape in allowed else allowed[0]
@@ -72,11 +75,14 @@ class ScaledLinear(StoredLinear):
     def _row_scales(self) -> Array:
         """Return the scales of each row, float32 [N, n], which must be finite and positive."""
         scales = self.floats(self._scale)
-        bad = ~np.isfinite(scales) | (scales <= 0)
+        most = np.finfo(np.float32).max / (127 if self._form.element == np.int8 else 448)
+        bad = ~np.isfinite(scales) | (scales <= 0) | (scales > most)
         if bad.any():
             at = [int(i) for i in np.argwhere(np.atleast_1d(bad))[0]]
             value = str(np.atleast_1d(scales)[tuple(at)]).replace("nan", "NaN")
-            text = f"element {at} is {value}: a scale must be finite and positive"
+            text = (
+                f"element {at} is {value}: a scale must be finite and positive, at most {most:.3g}"
+            )
             raise self.error(self._scale, text)
         rows = self.shape[0]
         if self._form.scaled_by_row:

@@ -69,6 +69,7 @@ class PackArgs(NamedTuple):
 
     source: int
     stride: int  # bytes from a row to the next
+    row_bytes: int
     target: int
     matrices: int
     rows: int  # of a matrix
@@ -135,7 +136,7 @@ def _packer(name: str, packs: bool) -> Kernel:
             last = min(total, first + each) - 1
             start = a.source + (first // groups * a.rows + first % groups * LANES) * a.stride
             row_end = last // groups * a.rows + min(a.rows, last % groups * LANES + LANES)
-            end = a.source + row_end * a.stride
+            end = a.source + (row_end - 1) * a.stride + a.row_bytes
             if a.mapped != 0:
                 _advise(start, end, _POPULATE_READ)
             for g in range(first, last + 1):
@@ -146,11 +147,11 @@ def _packer(name: str, packs: bool) -> Kernel:
                 for b in range(a.blocks):
                     at = source + b * stored
                     bad |= run_block(code, at, a.stride, rows, target + b * nbytes)
-                    if bad != 0:
-                        while bad & 1 == 0:
-                            bad, row = bad >> 1, row + 1
-                        i64s(a.report)[thread] = row
-                        return
+                if bad != 0:
+                    while bad & 1 == 0:
+                        bad, row = bad >> 1, row + 1
+                    i64s(a.report)[thread] = row
+                    return
             if a.mapped != 0:
                 _advise(start, end, _DONTNEED)
             c = next_chunk(p)
@@ -204,13 +205,14 @@ def _run_packer(
     raw: np.ndarray, dtype: DType, packed: np.ndarray | None, rows: int, columns: int
 ) -> None:
     """Pack uint8 [n * ``rows``, row_bytes] to ``packed``, or check the scales if it is None."""
-    assert raw.dtype == np.uint8 and raw.strides[1] == 1
+    assert raw.dtype == np.uint8 and raw.strides[1] == 1 and raw.strides[0] >= raw.shape[1]
     form = FORMATS[dtype.name]
     threads = max(1, min(_PACKERS, usable_cores(), raw.nbytes // _CHUNK))
     report = np.full(threads, -1, np.int64)
     block = PackArgs(
         source=raw.ctypes.data,
         stride=raw.strides[0],
+        row_bytes=raw.shape[1],
         target=0 if packed is None else packed.ctypes.data,
         matrices=len(raw) // rows,
         rows=rows,

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ....backends.alignment import aligned
 from ....formats import ROW_FORMATS
 from ....graph.dtype import F16, F32, DType
@@ -175,7 +177,8 @@ def workspace_nbytes(*pairs: tuple[Tensor | None, Tensor | None]) -> int:
     total = most = 0
     for x, w in pairs:
         assert x is not None and w is not None
-        if x.dtype.quantised and w.dtype.name in ROW_FORMATS:
+        form = ROW_FORMATS.get(w.dtype.name)
+        if x.dtype.quantised and form is not None and form.element != np.int8:
             most = max(most, Meta.of(x.shape, F32).bound().nbytes)
         if x.dtype.quantised or x.dtype == F32 or w.dtype.name in PLAIN:
             continue
