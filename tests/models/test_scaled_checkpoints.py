@@ -11,10 +11,6 @@ from typing import Any
 import hf_models
 import numpy as np
 import pytest
-import scaled_checkpoints as writer
-import torch
-from safetensors.torch import save_file
-from scaled_checkpoints import config, fp8_config
 
 import graphllm
 from graphllm.checkpoints import published
@@ -23,6 +19,9 @@ from graphllm.errors import ConfigError, ModelFileError
 from graphllm.formats.quantization import dequantise
 from graphllm.weights.safetensors import Safetensors
 
+torch = pytest.importorskip("torch")
+writer = pytest.importorskip("scaled_checkpoints")
+config, fp8_config, save_file = writer.config, writer.fp8_config, writer.save_file
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, 120, 12)]
 CASES = [
     ("int", "channel", "w8a8"), ("int", "tensor", "w8a8"), ("float", "channel", "fp8"),
@@ -34,12 +33,12 @@ def stated(kind: str, strategy: str, **keys: Any) -> dict[str, Any]:
     return fp8_config(**keys) if kind == "fp8" else config(kind == "float", strategy, **keys)
 
 
-def tensors(kind: str, strategy: str, values: np.ndarray, module: str = "a") -> writer.Tensors:
+def tensors(kind: str, strategy: str, values: np.ndarray, module: str = "a") -> dict[str, Any]:
     scale = "weight_scale_inv" if kind == "fp8" else "weight_scale"
     return writer.tensors(module, values, kind != "int", strategy, scale)
 
 
-def read(folder: Path, keys: dict[str, Any], stored: writer.Tensors) -> published.PackedTensors:
+def read(folder: Path, keys: dict[str, Any], stored: dict[str, Any]) -> published.PackedTensors:
     """Write the tensors as a file, and open it with the configuration."""
     save_file(stored, folder / "model.safetensors")
     wrap = published.scheme(keys["quant_method"], "config.json: quantization_config", keys)
