@@ -5,23 +5,20 @@ from __future__ import annotations
 from typing import Annotated
 
 from .declarations import Option, verb
-from .encoder_options import NoTruncate, TextFile, Type, load_encoder, text_lines
-from .options import Device, Model, ModelDef, Threads
+from .encoder_options import EncoderOptions, NoTruncate, TextFile, text_lines
+from .options import Model
 from .output import show, show_json
 
 
 @verb
 def classify(
     model: Model,
+    options: EncoderOptions,
     file: TextFile = None,
     json: Annotated[
         bool, Option("--json", help="Print JSON lines with the probability of every label.")
     ] = False,
     refuse: NoTruncate = False,
-    kind: Type = None,
-    device: Device = "auto",
-    threads: Threads = 0,
-    model_def: ModelDef = None,
 ) -> None:
     """Print the most probable label of each line of a text file, and its probability.
 
@@ -30,7 +27,7 @@ def classify(
     texts = text_lines(file)
     from ..embedding import SequenceClassifier
 
-    with load_encoder(SequenceClassifier, model, model_def, kind, device, threads) as loaded:
+    with options.load(SequenceClassifier, model) as loaded:
         found = loaded.classify(texts, truncate=not refuse)
     for text, scores in zip(texts, found, strict=True):
         if json:

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..errors import RequestError
 from .declarations import Option, verb
-from .encoder_options import NoTruncate, TextFile, Type, load_encoder, text_lines
-from .options import Device, Model, ModelDef, Threads
+from .encoder_options import EncoderOptions, NoTruncate, TextFile, text_lines
+from .options import Model
 from .output import OutputError, check_writable, show, show_json, write_file
 
 Output = Annotated[
@@ -40,6 +40,7 @@ PromptName = Annotated[
 @verb
 def embed(
     model: Model,
+    options: EncoderOptions,
     file: TextFile = None,
     output: Output = None,
     pooling: Pooling = None,
@@ -49,10 +50,6 @@ def embed(
     ] = None,
     raw: Annotated[bool, Option("--no-normalize", help="Do not scale to length one.")] = False,
     refuse: NoTruncate = False,
-    kind: Type = None,
-    device: Device = "auto",
-    threads: Threads = 0,
-    model_def: ModelDef = None,
 ) -> None:
     """Compute the embeddings of the lines of a text file.
 
@@ -65,7 +62,7 @@ def embed(
     texts = text_lines(file)
     from ..embedding import EmbeddingModel
 
-    with load_encoder(EmbeddingModel, model, model_def, kind, device, threads) as loaded:
+    with options.load(EmbeddingModel, model) as loaded:
         vectors = loaded.embed(
             texts,
             normalize=not raw,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from .declarations import Option
-from .options import read_text
+from .options import Device, ModelDef, Threads, read_text
 
 if TYPE_CHECKING:
     from ..embedding.encoder_model import EncoderModel
@@ -20,9 +21,6 @@ TextFile = Annotated[
 NoTruncate = Annotated[
     bool, Option("--no-truncate", help="Report texts that are too long as an error.")
 ]
-Type = Annotated[
-    str | None, Option("--type", help="Block format to quantise matrices to while loading.")
-]
 
 
 def text_lines(file: Path | None) -> list[str]:
@@ -34,17 +32,31 @@ def text_lines(file: Path | None) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
-def load_encoder(
-    kind: type[M], model: Any, model_def: Path | None, type: str | None, device: str, threads: int
-) -> M:
-    """Load a model of the class ``kind`` with a progress bar; note ops that missed the device."""
-    from ..progress import progress_line
-    from ..terminal import note
+@dataclass
+class EncoderOptions:
+    """Options of loading an encoder."""
 
-    with progress_line() as progress:
-        loaded = kind.load(
-            model, model_def=model_def, type=type, device=device, threads=threads, progress=progress
-        )
-    for line in loaded.misses():
-        note(f"note: {line}")
-    return loaded
+    kind: Annotated[
+        str | None, Option("--type", help="Block format to quantise matrices to while loading.")
+    ] = None
+    device: Device = "auto"
+    threads: Threads = 0
+    model_def: ModelDef = None
+
+    def load(self, wanted: type[M], model: str) -> M:
+        """Load a model of a class with a progress bar; note ops that missed the device.
+
+        Raises:
+            GraphllmError: the model cannot be loaded as such a class.
+        """
+        from ..progress import progress_line
+        from ..terminal import note
+
+        with progress_line() as progress:
+            loaded = wanted.load(
+                model, model_def=self.model_def, type=self.kind, device=self.device,
+                threads=self.threads, progress=progress,
+            )  # fmt: skip
+        for line in loaded.misses():
+            note(f"note: {line}")
+        return loaded

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Annotated
 
 from .declarations import Option, verb
-from .encoder_options import NoTruncate, TextFile, Type, load_encoder, text_lines
-from .options import Device, Model, ModelDef, Threads
+from .encoder_options import EncoderOptions, NoTruncate, TextFile, text_lines
+from .options import Model
 from .output import show, show_json
 
 
 @verb
 def rerank(
     model: Model,
+    options: EncoderOptions,
     query: Annotated[str, Option("-q", "--query", help="Query that the documents are ranked by.")],
     file: TextFile = None,
     top_k: Annotated[
@@ -20,10 +21,6 @@ def rerank(
     ] = None,
     json: Annotated[bool, Option("--json", help="Print JSON lines.")] = False,
     refuse: NoTruncate = False,
-    kind: Type = None,
-    device: Device = "auto",
-    threads: Threads = 0,
-    model_def: ModelDef = None,
 ) -> None:
     """Rank the lines of a text file by their relevance to a query, with a cross-encoder.
 
@@ -32,7 +29,7 @@ def rerank(
     texts = text_lines(file)
     from ..embedding import SequenceClassifier
 
-    with load_encoder(SequenceClassifier, model, model_def, kind, device, threads) as loaded:
+    with options.load(SequenceClassifier, model) as loaded:
         ranked = loaded.rerank(query, texts, top_k=top_k, truncate=not refuse)
     for each in ranked:
         text = texts[each.index]

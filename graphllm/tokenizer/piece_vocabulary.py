@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ModelFileError, quote
 from .decoding import BaseTokenizer, replace_surrogates
-from .sentencepiece_proto import read_model
+from .sentencepiece_proto import load_processor, read_model
 from .tokenizer_config import LARGEST_ID, TokenizerDirectory
 from .untrusted_files import read_bytes, read_json
 from .vocabulary import SPACE
@@ -131,13 +131,8 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 
 def _load_processor(path: Path) -> Any:
     """Load a SentencePiece model. ModelFileError: the file is missing or malformed."""
-    from sentencepiece import SentencePieceProcessor  # slow to import
-
     read_model(path)
-    processor = SentencePieceProcessor()
     try:
-        processor.LoadFromSerializedProto(read_bytes(path))
-    except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelFileError(f"{path}: not a usable model: {reason}") from None
-    return processor
+        return load_processor(read_bytes(path))
+    except ValueError as error:
+        raise ModelFileError(f"{path}: not a usable model: {error}") from None

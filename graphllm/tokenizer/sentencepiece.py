@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .pieces import Pieces
-from .sentencepiece_proto import length_delimited, serialize_model
+from .sentencepiece_proto import length_delimited, load_processor, serialize_model
 from .vocabulary import (
     BYTE,
     CONTROL,
@@ -39,15 +39,10 @@ class SentencePieceTokenizer(Vocabulary):
 
     def _load(self, model: bytes) -> Any:
         """Load a ModelProto into the package's processor."""
-        from sentencepiece import SentencePieceProcessor  # slow to import
-
-        processor = SentencePieceProcessor()
         try:
-            processor.LoadFromSerializedProto(model)
-        except (RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise self._error("tokens", f"not a usable vocabulary: {reason}") from None
-        return processor
+            return load_processor(model)
+        except ValueError as error:
+            raise self._error("tokens", f"not a usable vocabulary: {error}") from None
 
     def _model(self, scores: np.ndarray) -> bytes:
         """Return the vocabulary as a SentencePiece ModelProto.

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -192,3 +193,15 @@ def serialize_model(
         body[end - len(own) : end] = np.frombuffer(own, np.uint8)
     last = length_delimited(2, trainer) + length_delimited(3, normalizer)
     return body[: int(ends[-1])].tobytes() + last
+
+
+def load_processor(model: bytes) -> Any:
+    """Load a serialized ModelProto into the package's processor. ValueError: why it refuses it."""
+    from sentencepiece import SentencePieceProcessor  # slow to import
+
+    processor = SentencePieceProcessor()
+    try:
+        processor.LoadFromSerializedProto(model)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    return processor
