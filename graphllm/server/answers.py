@@ -4,44 +4,97 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..engine.completion import Completion
 from ..engine.step_result import TokenLogprobs
 from ..tokenizer import Tokenizer
 from .chat_text import ChatText
-from .json_data import json_logprob
+from .errors import ApiError
+from .json_data import json_bytes, json_logprob
 
 Object = dict[str, Any]
+Piece = tuple[int, str, Sequence[TokenLogprobs]]  # number of a choice, its new text and tokens
 
 
 class Answer:
-    """The objects of one answer, whole or in chunks.
+    """The objects of one answer, whole or as the events of a stream.
 
     Attributes:
         kind, chunk_kind: the ``object`` of a whole answer, and of a chunk.
         prefix: of the answer's id.
+        last: what ends a stream without an error.
     """
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
+    last = b"data: [DONE]\n\n"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, include_usage: bool = False) -> None:
-        """Begin an answer of ``model``; ``include_usage``: whether its last chunk has the usage."""
-        self.include_usage = include_usage
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, include_usage: bool = False, echo: bool = False
+    ) -> None:
+        """Begin an answer of ``model``.
+
+        Args:
+            model: name of the model in the API.
+            tokenizer: its tokenizer.
+            include_usage: whether the last chunk has the usage.
+            echo: whether the text of the prompt precedes the answer.
+        """
+        self.include_usage, self._echoes = include_usage, echo
         self._head = {"id": self.prefix + secrets.token_hex(12), "created": int(time.time())}
         self._model, self.tokenizer = model, tokenizer
         self._offsets: dict[int, int] = {}  # characters of the tokens of each choice so far
 
-    def whole(self, choices: Sequence[Object], usage: Object) -> Object:
-        """Return the whole answer."""
-        return self._object(self.kind, choices) | {"usage": usage}
+    # -- what every API has
+    def whole(self, prompts: Sequence[Completion]) -> Object:
+        """Return the whole answer to the prompts, which have ended."""
+        choices = [
+            self.choice(index, done, echo)
+            for index, (done, echo) in enumerate(
+                (done, self._echo(prompt)) for prompt in prompts for done in prompt.choices
+            )
+        ]
+        return self._object(self.kind, choices) | {"usage": usage(prompts)}
 
-    def chunk(self, choices: Sequence[Object], usage: Object | None = None) -> Object:
+    def begin(self, prompts: Sequence[Completion], samples: int) -> Iterator[Object]:
+        """Yield the first events of a stream; ``samples``: number of choices of each prompt."""
+        for index in range(len(prompts) * samples):
+            if (first := self.first(index, self._echo(prompts[index // samples]))) is not None:
+                yield self._chunk([first])
+
+    def pieces(self, new: Sequence[Piece]) -> Iterator[Object]:
+        """Yield the events of what came at once."""
+        if new:
+            yield self._chunk([self.piece(*each) for each in new])
+
+    def ended(self, index: int, finish: str) -> Iterator[Object]:
+        """Yield the events of the end of a choice."""
+        yield self._chunk([self.piece(index, "", (), finish)])
+
+    def finish(self, prompts: Sequence[Completion]) -> Iterator[Object]:
+        """Yield the last events of a stream, whose prompts have ended."""
+        if self.include_usage:
+            yield self._chunk([], usage(prompts))
+
+    def error(self, error: ApiError) -> Object:
+        """Return the event that ends a stream with an error."""
+        return error.body
+
+    def frame(self, event: Object) -> bytes:
+        """Return a server-sent event."""
+        return b"data: " + json_bytes(event) + b"\n\n"
+
+    # -- choices
+    def _chunk(self, choices: Sequence[Object], usage: Object | None = None) -> Object:
         """Return a chunk of a stream; ``usage`` belongs to the last one, which has no choices."""
         more = {"usage": usage} if self.include_usage else {}
         return self._object(self.chunk_kind, choices) | more
+
+    def _echo(self, prompt: Completion) -> str | None:
+        """Return the text of a prompt if the answer echoes it."""
+        return self.tokenizer.decode(prompt.prompt_ids) if self._echoes else None
 
     def _object(self, kind: str, choices: Sequence[Object]) -> Object:
         head = self._head

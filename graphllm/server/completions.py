@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,38 +15,64 @@ from starlette.types import ASGIApp
 
 from ..api.async_llm import AsyncLLM, AsyncRequest
 from ..engine.completion import Completion
-from ..errors import GraphllmError, RequestError
-from .answers import Answer, ChatAnswer, Object, usage
-from .chat_text import chat_messages, chat_text, tool_use
+from ..errors import GraphllmError
+from .answers import Answer, ChatAnswer, Object, Piece
+from .chat_text import ChatText, chat_messages, chat_text, tool_use
 from .errors import ApiError, api_error
-from .fields import APPLY_TEMPLATE, CHAT, COMPLETION, MAX_CHOICES, check_fields, sampling_settings
+from .fields import (
+    APPLY_TEMPLATE,
+    CHAT,
+    COMPLETION,
+    MAX_CHOICES,
+    Field,
+    check_fields,
+    sampling_settings,
+    setting_names,
+)
 from .json_data import json_bytes
 from .metrics import Metrics
+from .reasoning import reasoning_variables
 from .request_body import read_json
 from .streaming import ClientDisconnected, EventStream, until_disconnect
 
 MAX_PENDING = 1024  # choices of all requests that run or wait; more are refused
-_FIELDS = {"json_schema": "response_format", "grammar": "tools"}  # of requests, by `Sampling`'s
 # OpenAI's defaults, where they differ from those of `Sampling`. Penalties consider as many tokens
 # as the engine keeps.
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "penalty_last_n": -1}
 
 
+@dataclass(frozen=True)
+class Chat:
+    """The prompt of a chat.
+
+    Attributes:
+        ids: its token ids.
+        text: splits the answers.
+        grammar: grammar of the answers if they must be calls of tools.
+    """
+
+    ids: list[int]
+    text: ChatText
+    grammar: str | None
+
+
 @dataclass
-class _Job:
+class Job:
     """A checked request.
 
     Attributes:
         prompts: prompts as text or token ids.
         settings: fields of `Sampling`.
         answer: makes the objects of the answer.
-        echo: whether the text of the prompt precedes the answer.
+        stream: whether the answer is a stream.
+        names: the request's names of its prompt (``prompt``) and of fields of `Sampling`.
     """
 
     prompts: Sequence[str | list[int]]
     settings: Mapping[str, Any]
     answer: Answer
-    echo: bool = False
+    stream: bool
+    names: Mapping[str, str]
 
     @property
     def samples(self) -> int:
@@ -62,6 +88,8 @@ class _Job:
 class Completions:
     """Generates answers with one model.
 
+    Every endpoint that generates makes a `Job` of its request, and `run` returns the response.
+
     Args:
         llm: the model.
         name: its name in the API.
@@ -70,14 +98,14 @@ class Completions:
     """
 
     def __init__(self, llm: AsyncLLM, name: str, max_body: int, metrics: Metrics) -> None:
-        self._llm, self._name, self._max_body, self._metrics = llm, name, max_body, metrics
+        self.llm, self.name, self._max_body, self._metrics = llm.llm, name, max_body, metrics
+        self._async = llm
         self._pending = 0
 
     # -- endpoints
     async def complete(self, request: Request) -> ASGIApp:
         """``/v1/completions``."""
-        values = check_fields(COMPLETION, await read_json(request, self._max_body), "prompt")
-        self._check_common(values)
+        values = await self.read(request, COMPLETION, "prompt")
         settings = _DEFAULTS | {"max_tokens": 16} | sampling_settings(COMPLETION, values)
         echo, stream = values.get("echo", False), values.get("stream", False)
         if echo and "logprobs" in values:
@@ -85,61 +113,106 @@ class Completions:
                 raise ApiError(400, "echo with logprobs cannot be streamed", "echo")
             settings["prompt_logprobs"] = values["logprobs"]
         include_usage = values.get("stream_options", False)
-        answer = Answer(self._name, self._llm.llm.tokenizer, include_usage)
-        job = _Job(values["prompt"], settings, answer, echo)
-        return await self._run(request, job, stream, "prompt")
+        answer = Answer(self.name, self.llm.tokenizer, include_usage, echo)
+        names = {**setting_names(COMPLETION, values), "prompt": "prompt"}
+        return await self.run(request, Job(values["prompt"], settings, answer, stream, names))
 
     async def chat(self, request: Request) -> ASGIApp:
         """``/v1/chat/completions``."""
-        values = check_fields(CHAT, await read_json(request, self._max_body), "messages")
-        self._check_common(values)
-        settings: dict[str, Any] = {**_DEFAULTS, "max_tokens": self._llm.llm.limits.context}
-        settings |= sampling_settings(CHAT, values)
+        values = await self.read(request, CHAT, "messages")
         if values.get("top_logprobs") and not values.get("logprobs"):
             raise ApiError(400, "top_logprobs needs logprobs = true", "top_logprobs")
+        settings = sampling_settings(CHAT, values)
         if values.get("logprobs"):
             settings["logprobs"] = values.get("top_logprobs", 0)
         include_usage = values.get("stream_options", False)
-        llm = self._llm.llm
-        try:
-            tools = tool_use(values, llm.template.source)
-            messages, variables = chat_messages(values["messages"], tools, llm.template.source)
-            ids = await asyncio.to_thread(partial(llm.encode_chat, messages, **variables))
-        except Exception as error:
-            raise api_error(error, "messages") from None
-        if tools is not None:
-            settings["grammar"] = tools.grammar
-        restricted = any(settings.get(name) is not None for name in _FIELDS)
-        end = llm.tokenizer.decode(ids[-16:], skip_special=False)
-        text = chat_text(llm.template.source, end, tools, restricted)
-        answer = ChatAnswer(self._name, llm.tokenizer, text, include_usage)
-        job = _Job([ids], settings, answer)
-        return await self._run(request, job, values.get("stream", False), "messages")
+        names = {**setting_names(CHAT, values), "prompt": "messages", "grammar": "tools"}
+        chat = await self.encode_chat(values, names)
+        answer = ChatAnswer(self.name, self.llm.tokenizer, chat.text, include_usage)
+        return await self.run(request, self.chat_job(chat, settings, answer, values, names))
 
     async def apply_template(self, request: Request) -> Response:
         """``/apply-template``: the text of a chat's prompt."""
         values = check_fields(APPLY_TEMPLATE, await read_json(request, self._max_body), "messages")
         try:
-            render = self._llm.llm.template.render
+            render = self.llm.template.render
             text = await asyncio.to_thread(render, values["messages"])
         except Exception as error:
             raise api_error(error, "messages") from None
         return Response(json_bytes({"prompt": text}), media_type="application/json")
 
-    def _check_common(self, values: Mapping[str, Any]) -> None:
-        """Check what the fields' own rules cannot see. ApiError: a field is invalid."""
-        model = values.get("model", self._name)
-        if model != self._name:
-            text = f"the model {model[:100]!r} does not exist; this server has {self._name!r}"
+    # -- requests
+    async def read(
+        self, request: Request, table: Mapping[str, Field], *required: str
+    ) -> dict[str, Any]:
+        """Return the values of a request's fields.
+
+        Args:
+            request: the request.
+            table: fields of the endpoint.
+            *required: fields that must be present.
+
+        Raises:
+            ApiError, RequestError: a field is invalid, missing or refused.
+            ClientDisconnected: the client disconnected.
+        """
+        values = check_fields(table, await read_json(request, self._max_body), *required)
+        model = values.get("model", self.name)
+        if model != self.name:
+            text = f"the model {model[:100]!r} does not exist; this server has {self.name!r}"
             raise ApiError(404, text, "model", "model_not_found")
         if "stream_options" in values and not values.get("stream"):
             raise ApiError(400, "stream_options needs stream = true", "stream_options")
         if len(values.get("prompt", [0])) * values.get("n", 1) > MAX_CHOICES:
             raise ApiError(400, f"n times the number of prompts exceeds {MAX_CHOICES}", "n")
+        return values
+
+    async def encode_chat(self, values: Mapping[str, Any], names: Mapping[str, str]) -> Chat:
+        """Return the prompt of a chat.
+
+        Args:
+            values: fields as those of ``/v1/chat/completions``: ``messages``, ``tools``,
+                ``tool_choice``, ``parallel_tool_calls``, ``response_format`` and
+                ``reasoning_effort``.
+            names: see `Job`.
+
+        Raises:
+            ApiError: the messages do not fit the template, or the fields do not fit each other.
+        """
+        llm, source = self.llm, self.llm.template.source
+        try:
+            tools = tool_use(values, source)
+            messages, variables = chat_messages(values["messages"], tools, source)
+            variables |= reasoning_variables(source, values.get("reasoning_effort"))
+            ids = await asyncio.to_thread(partial(llm.encode_chat, messages, **variables))
+        except Exception as error:
+            raise self._renamed(error, names) from None
+        restricted = tools is not None and tools.grammar is not None
+        restricted = restricted or values.get("response_format") is not None
+        end = llm.tokenizer.decode(ids[-16:], skip_special=False)
+        text = chat_text(source, end, tools, restricted)
+        return Chat(ids, text, None if tools is None else tools.grammar)
+
+    def chat_job(
+        self, chat: Chat, settings: Mapping[str, Any], answer: Answer, values: Mapping[str, Any],
+        names: Mapping[str, str],
+    ) -> Job:  # fmt: skip
+        """Return the job of a chat; ``settings``: fields of `Sampling` that the request sets."""
+        own: dict[str, Any] = {**_DEFAULTS, "max_tokens": self.llm.limits.context, **settings}
+        if chat.grammar is not None:
+            own["grammar"] = chat.grammar
+        return Job([chat.ids], own, answer, values.get("stream", False), names)
+
+    @staticmethod
+    def _renamed(error: Exception, names: Mapping[str, str]) -> ApiError:
+        """Return the error that a client gets, about a field that the request has."""
+        found = api_error(error, names["prompt"])
+        found.param = names.get(found.param or "", found.param)
+        return found
 
     # -- running
-    async def _run(self, request: Request, job: _Job, stream: bool, param: str) -> ASGIApp:
-        """Return the response to a request; ``param``: its field with the prompt."""
+    async def run(self, request: Request, job: Job) -> ASGIApp:
+        """Return the response to a request. ApiError: it is invalid or failed."""
         if self._pending + job.choices > MAX_PENDING:
             text = "the server has too many requests; try again later"
             raise ApiError(503, text, code="server_overloaded", headers={"retry-after": "1"})
@@ -148,33 +221,25 @@ class Completions:
         streams = False
         try:
             for prompt in job.prompts:
-                own = self._llm.submit(prompt, last_only=not stream, **job.settings)
+                own = self._async.submit(prompt, last_only=not job.stream, **job.settings)
                 requests.append(await own)
-            if stream:
+            if job.stream:
                 events = self._events(job, requests)
-                response = EventStream(events, lambda: self._end(job, requests))
+                response = EventStream(events, job.answer, lambda: self._end(job, requests))
                 streams = True
                 return response
             done = await until_disconnect(request.receive, _results(requests))
-            choices = [
-                job.answer.choice(index, each, self._echo(job, each))
-                for index, each in enumerate(each for one in done for each in one.choices)
-            ]
-            return Response(
-                json_bytes(job.answer.whole(choices, usage(done))), media_type="application/json"
-            )
+            body = json_bytes(job.answer.whole(done))
+            return Response(body, media_type="application/json")
         except ClientDisconnected:
             raise
-        except RequestError as error:
-            field = _FIELDS.get(error.argument or "")
-            raise (ApiError(400, str(error), field) if field else api_error(error, param)) from None
         except Exception as error:
-            raise api_error(error, param) from None
+            raise self._renamed(error, job.names) from None
         finally:
             if not streams:
                 self._end(job, requests)
 
-    def _end(self, job: _Job, requests: Sequence[AsyncRequest]) -> None:
+    def _end(self, job: Job, requests: Sequence[AsyncRequest]) -> None:
         """End the requests of a job, and count what they computed."""
         self._pending -= job.choices
         for each in requests:
@@ -186,33 +251,37 @@ class Completions:
             self._metrics.count(first)
 
     async def _events(
-        self, job: _Job, requests: Sequence[AsyncRequest]
-    ) -> AsyncGenerator[Object, None]:
-        """Yield the chunks of an answer, of several prompts one after another."""
-        answer = job.answer
-        for index in range(job.choices):
-            echo = self._echo(job, requests[index // job.samples].handle.completion)
-            if first := answer.first(index, echo):
-                yield answer.chunk([first])
-        for index, request in enumerate(requests):  # all are computed meanwhile
-            async for pieces in _pieces(answer, request, index * job.samples):
-                yield answer.chunk(pieces)
-        if answer.include_usage:
-            yield answer.chunk([], usage(each.handle.completion for each in requests))
+        self, job: Job, requests: Sequence[AsyncRequest]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events of an answer, of several prompts one after another.
 
-    def _echo(self, job: _Job, done: Completion) -> str | None:
-        """Return the text of the prompt if the answer echoes it."""
-        return self._llm.llm.tokenizer.decode(done.prompt_ids) if job.echo else None
+        The events of results that came at once are joined.
+        """
+        answer = job.answer
+        prompts = [each.handle.completion for each in requests]
+
+        def joined(events: Iterable[Object]) -> bytes:
+            return b"".join(map(answer.frame, events))
+
+        if data := joined(answer.begin(prompts, job.samples)):
+            yield data
+        for index, request in enumerate(requests):  # all are computed meanwhile
+            first = index * job.samples
+            async for new in _new_pieces(request, first):
+                if data := joined(answer.pieces(new)):
+                    yield data
+            for sample, done in enumerate(request.completions):
+                yield joined(answer.ended(first + sample, done.finish_reason))
+        if data := joined(answer.finish(prompts)):
+            yield data
 
 
 async def _results(requests: Sequence[AsyncRequest]) -> list[Completion]:
     return [await each.result() for each in requests]
 
 
-async def _pieces(
-    answer: Answer, request: AsyncRequest, first: int
-) -> AsyncGenerator[list[Object], None]:
-    """Yield the new pieces of a request's samples whenever there are any, and then their ends.
+async def _new_pieces(request: AsyncRequest, first: int) -> AsyncGenerator[list[Piece], None]:
+    """Yield the new pieces of a request's samples whenever there are any.
 
     ``first``: number of the choice that is sample 0.
     """
@@ -220,13 +289,11 @@ async def _pieces(
     ended = False
     while not ended:
         _, ended = await request.poll()
-        pieces = []
+        pieces: list[Piece] = []
         for sample, done in enumerate(request.completions):
             text, tokens = done.text[seen[sample][0] :], done.logprobs[seen[sample][1] :]
             seen[sample] = len(done.text), len(done.logprobs)
             if text or tokens:
-                pieces.append(answer.piece(first + sample, text, tokens))
+                pieces.append((first + sample, text, tokens))
         if pieces:
             yield pieces
-    for sample, done in enumerate(request.completions):
-        yield [answer.piece(first + sample, "", (), done.finish_reason)]

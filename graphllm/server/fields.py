@@ -12,6 +12,7 @@ from typing import Any
 
 from ..arguments import (
     Integer,
+    OneOf,
     Real,
     Rule,
     flag,
@@ -23,12 +24,13 @@ from ..arguments import (
     token_ids,
 )
 from .errors import ApiError
+from .reasoning import EFFORTS
 from .tools import response_format_field, tool_choice_field, tools_field
 
 MAX_CHOICES = 128  # of a request: prompts times n, as OpenAI limits n
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024  # stop strings of a request, and characters of each
 MAX_BIASES = 1024  # entries of logit_bias
-_COUNT = 2**31 - 1
+COUNT = 2**31 - 1
 _TOP_LOGPROBS = 20
 
 
@@ -124,43 +126,48 @@ def _stream_options(name: str, value: Any) -> bool:
     return given is not None and flag(f"{name}.include_usage", given)
 
 
-_COMMON = {
-    "model": Field(any_text),
-    "stream": Field(flag),
-    "stream_options": Field(_stream_options),
-    "n": Field(Integer(1, MAX_CHOICES), "n"),
-    "seed": Field(_seed, "seed"),
-    "stop": Field(_stop, "stop"),
-    "temperature": Field(Real(0, 2), "temperature"),
-    "top_p": Field(_top_p, "top_p"),
-    "presence_penalty": Field(Real(-2, 2), "presence_penalty"),
-    "frequency_penalty": Field(Real(-2, 2), "frequency_penalty"),
-    "logit_bias": Field(_logit_bias, "logit_bias"),
-    # Not in OpenAI's API, with the names of vLLM and llama.cpp.
-    "top_k": Field(Integer(0, _COUNT), "top_k"),
+# Not in the APIs, with the names of vLLM and llama.cpp.
+BEYOND = {
     "min_p": Field(Real(0, 1), "min_p"),
     "typical_p": Field(Real(0, 1, above=True), "typical_p"),
     "repetition_penalty": Field(Real(0, above=True), "repeat_penalty"),
     "repeat_penalty": Field(Real(0, above=True), "repeat_penalty"),
-    "min_tokens": Field(Integer(0, _COUNT), "min_tokens"),
+    "min_tokens": Field(Integer(0, COUNT), "min_tokens"),
     "ignore_eos": Field(flag, "ignore_eos"),
     "stop_token_ids": Field(token_ids, "stop_ids"),
-    "response_format": Field(response_format_field, "json_schema"),
     # What would change the answer.
     "json_schema": Field(Unsupported()),
     "grammar": Field(Unsupported(("",))),
     "guided_json": Field(Unsupported()),
     "structured_outputs": Field(Unsupported()),
 }
+_SEED, _TOP_K = Field(_seed, "seed"), Field(Integer(0, COUNT), "top_k")
+
+_COMMON = BEYOND | {
+    "model": Field(any_text),
+    "stream": Field(flag),
+    "stream_options": Field(_stream_options),
+    "n": Field(Integer(1, MAX_CHOICES), "n"),
+    "seed": _SEED,
+    "stop": Field(_stop, "stop"),
+    "temperature": Field(Real(0, 2), "temperature"),
+    "top_p": Field(_top_p, "top_p"),
+    "top_k": _TOP_K,
+    "presence_penalty": Field(Real(-2, 2), "presence_penalty"),
+    "frequency_penalty": Field(Real(-2, 2), "frequency_penalty"),
+    "logit_bias": Field(_logit_bias, "logit_bias"),
+    "response_format": Field(response_format_field, "json_schema"),
+}
 
 CHAT = _COMMON | {
     "source_lang": Field(Unsupported()),
     "target_lang": Field(Unsupported()),
     "messages": Field(_messages),
-    "max_tokens": Field(Integer(1, _COUNT), "max_tokens"),
-    "max_completion_tokens": Field(Integer(1, _COUNT), "max_tokens"),
+    "max_tokens": Field(Integer(1, COUNT), "max_tokens"),
+    "max_completion_tokens": Field(Integer(1, COUNT), "max_tokens"),
     "logprobs": Field(flag),
     "top_logprobs": Field(Integer(0, _TOP_LOGPROBS)),
+    "reasoning_effort": Field(OneOf(EFFORTS)),
     "tools": Field(tools_field),
     "tool_choice": Field(tool_choice_field),
     "parallel_tool_calls": Field(flag),
@@ -172,7 +179,7 @@ CHAT = _COMMON | {
 
 COMPLETION = _COMMON | {
     "prompt": Field(_prompts),
-    "max_tokens": Field(Integer(0, _COUNT), "max_tokens"),
+    "max_tokens": Field(Integer(0, COUNT), "max_tokens"),
     "logprobs": Field(Integer(0, _TOP_LOGPROBS), "logprobs"),
     "echo": Field(flag),
     "source_lang": Field(text, "source_lang"),  # of encoder-decoders
@@ -186,13 +193,13 @@ DETOKENIZE = {"tokens": Field(token_ids)}
 APPLY_TEMPLATE = {"messages": Field(_messages)}
 
 
-def check_fields(table: Mapping[str, Field], body: Any, required: str) -> dict[str, Any]:
+def check_fields(table: Mapping[str, Field], body: Any, *required: str) -> dict[str, Any]:
     """Return the values of the fields that a request has.
 
     Args:
         table: fields of the endpoint.
         body: the JSON value that the client sent.
-        required: field that must be present.
+        *required: fields that must be present.
 
     Raises:
         RequestError, ApiError: the body is no object, or a field is invalid, missing or refused.
@@ -200,8 +207,9 @@ def check_fields(table: Mapping[str, Field], body: Any, required: str) -> dict[s
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     given = {name: body[name] for name in table if body.get(name) is not None}
-    if required not in given:
-        raise ApiError(400, f"{required} is missing", required, "missing_required_parameter")
+    for name in required:
+        if name not in given:
+            raise ApiError(400, f"{name} is missing", name, "missing_required_parameter")
     return {name: table[name].rule(name, value) for name, value in given.items()}
 
 
@@ -216,3 +224,8 @@ def sampling_settings(table: Mapping[str, Field], values: Mapping[str, Any]) -> 
                 raise ApiError(400, f"{both} are the same setting: give one of them", name)
             settings[setting], origin[setting] = value, name
     return settings
+
+
+def setting_names(table: Mapping[str, Field], values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name of the field of a request by the field of `Sampling` that it sets."""
+    return {setting: name for name in values if (setting := table[name].setting)}

@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from .errors import ApiError
+from .harmony import is_harmony
 from .tool_call_parser import overlap
 
 BEGIN, END = "<think>", "</think>"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # of OpenAI's API
+_THREE = {"minimal": "low", "xhigh": "high"}  # the efforts that templates do not have
+
+
+def reasoning_variables(template: str, effort: str | None) -> dict[str, Any]:
+    """Return the variables of a chat template that set how much a model reasons.
+
+    Args:
+        template: source of the template.
+        effort: one of `EFFORTS`; None leaves it to the template.
+
+    Raises:
+        ApiError: the model cannot reason, or cannot do without.
+    """
+    if effort is None:
+        return {}
+    if effort != "none" and "reasoning_effort" in template:
+        return {"reasoning_effort": _THREE.get(effort, effort)}
+    if "enable_thinking" in template:
+        return {"enable_thinking": effort != "none"}
+    if (effort != "none") == (END in template or is_harmony(template)):
+        return {}
+    what = "does not reason" if effort != "none" else "always reasons"
+    raise ApiError(400, f"this model {what}", "reasoning_effort", "unsupported_value")
 
 
 class ReasoningParser:

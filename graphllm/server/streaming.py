@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from .errors import api_error, stopping
-from .json_data import json_bytes
+from .errors import ApiError, api_error, stopping
 
 Value = TypeVar("Value")
-DONE = b"data: [DONE]\n\n"
 _LAST_EVENT_S = 1.0  # for the last event of a stopping server, which a slow reader may not take
 
 
-def _event(value: object) -> bytes:
-    return b"data: " + json_bytes(value) + b"\n\n"
+class EventForm(Protocol):
+    """How an API writes errors and the end of a stream; see `Answer`."""
+
+    last: bytes
+
+    def error(self, error: ApiError) -> dict[str, Any]: ...
+    def frame(self, event: dict[str, Any]) -> bytes: ...
 
 
 class ClientDisconnected(Exception):
@@ -50,19 +53,22 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream:
-    """A response of server-sent events: a JSON object each, and ``[DONE]`` at the end.
+    """A response of server-sent events.
 
     A client that reads slowly holds up only its own response: `send` waits while the socket's
-    buffer is full. An error in mid-stream is an event with OpenAI's error object, without
-    ``[DONE]`` after it. So is the end of a server that cancels its requests.
+    buffer is full. An error in mid-stream is an event with the API's error object, without the
+    API's end of a stream after it. So is the end of a server that cancels its requests.
 
     Args:
-        events: yields the objects. It is closed at the end, or when the client disconnects.
+        events: yields events as bytes. It is closed at the end, or when the client disconnects.
+        form: see `EventForm`.
         closed: called when no more will be sent.
     """
 
-    def __init__(self, events: AsyncGenerator[object, None], closed: Callable[[], None]) -> None:
-        self._events, self._closed = events, closed
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], form: EventForm, closed: Callable[[], None]
+    ) -> None:
+        self._events, self._form, self._closed = events, form, closed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
@@ -72,7 +78,7 @@ class EventStream:
             pass
         except asyncio.CancelledError:
             with suppress(asyncio.TimeoutError, OSError):
-                last = self._body(send, _event(stopping().body), more=False)
+                last = self._body(send, self._error(stopping()), more=False)
                 await asyncio.wait_for(last, _LAST_EVENT_S)
         finally:
             self._closed()
@@ -84,16 +90,19 @@ class EventStream:
             (b"x-accel-buffering", b"no"),  # nginx would collect the events
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        last = DONE
+        last = self._form.last
         try:
             async with aclosing(self._events) as events:
-                async for event in events:
-                    await self._body(send, _event(event))
+                async for data in events:
+                    await self._body(send, data)
         except OSError:
             raise
         except Exception as error:
-            last = _event(api_error(error).body)
+            last = self._error(api_error(error))
         await self._body(send, last, more=False)
+
+    def _error(self, error: ApiError) -> bytes:
+        return self._form.frame(self._form.error(error))
 
     @staticmethod
     async def _body(send: Send, data: bytes, more: bool = True) -> None:
