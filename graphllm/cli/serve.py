@@ -16,7 +16,7 @@ from .run import PARALLEL
 
 if TYPE_CHECKING:
     from ..api import LLM
-    from ..embedding import EmbeddingModel
+    from ..embedding import EmbeddingModel, SequenceClassifier
 
 _MODULES = ("prometheus_client", "starlette", "uvicorn")
 
@@ -87,7 +87,7 @@ def serve(
 
 def _load(
     model: str, options: LoadOptions, chat_template: str | None, parallel: int
-) -> LLM | EmbeddingModel:
+) -> LLM | EmbeddingModel | SequenceClassifier:
     from ..api.loader import encoder_config
 
     if options.model_def is None and encoder_config(model) is not None:
@@ -103,23 +103,24 @@ def _load(
 
 def _load_encoder(
     model: str, options: LoadOptions, chat_template: str | None, parallel: int
-) -> EmbeddingModel:
+) -> EmbeddingModel | SequenceClassifier:
     """Load an encoder.
 
     Raises:
         RequestError: an option is given that only decoders have, or the model has a head.
     """
     from ..api import load
-    from ..embedding import EmbeddingModel
+    from ..embedding import EmbeddingModel, SequenceClassifier
 
     given = {**options.arguments(), "chat_template": chat_template, "max_sequences": parallel}
     defaults = {**LoadOptions().arguments(), "chat_template": None, "max_sequences": PARALLEL}
     changed = {name: value for name, value in given.items() if value != defaults.get(name)}
     with progress_line() as show:
         loaded = load(model, progress=show, **changed)
-    if not isinstance(loaded, EmbeddingModel):
-        kind = type(loaded).__name__
-        raise RequestError(f"{model} is a {kind}: of encoders, serve supports embeddings only")
+    ranks = isinstance(loaded, SequenceClassifier) and len(loaded.labels) == 1
+    if not isinstance(loaded, EmbeddingModel) and not ranks:
+        what = f"{model} is a {type(loaded).__name__} with {len(loaded.labels)} labels"
+        raise RequestError(f"{what}: of encoders, serve supports embeddings and rerankers")
     for line in loaded.misses():
         note(f"note: {line}")
     return loaded

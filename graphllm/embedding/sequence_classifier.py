@@ -113,6 +113,10 @@ class SequenceClassifier(EncoderModel):
             for row, best in zip(scores, order, strict=True)
         ]
 
+    def count_tokens(self, texts: Sequence[str | Pair]) -> int:
+        """Return the number of tokens of texts and pairs, after truncation to `max_length`."""
+        return sum(map(len, self._joined(_texts_or_pairs(texts), True)[0]))
+
     def _activation(self) -> Any:
         """Return the function of a reranker's logits. ConfigError: it is not supported."""
         config = self.file.metadata

@@ -17,6 +17,8 @@ PUBLIC = {"/health"}  # paths that need no key
 class KeyCheck:
     """ASGI middleware that answers 401 unless a request has ``Authorization: Bearer KEY``.
 
+    Requests of Anthropic's clients may have ``x-api-key: KEY`` instead.
+
     Args:
         app: the application.
         keys: accepted keys; none for an application without access control.
@@ -32,16 +34,18 @@ class KeyCheck:
             return
         headers = {"www-authenticate": "Bearer"}
         error = ApiError(401, "missing or wrong API key", code="invalid_api_key", headers=headers)
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
 
     def _allows(self, request: Request) -> bool:
         """Whether the request has a valid key. The time does not depend on which key is similar."""
         if not self._digests:
             return True
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")
         digest = _digest(key.strip().encode("latin-1"))
         found = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(found)
+        return any(found)
 
 
 def _digest(key: bytes) -> bytes:

@@ -16,37 +16,40 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..api import LLM
 from ..api.async_llm import AsyncLLM
-from ..embedding import EmbeddingModel
+from ..embedding import EmbeddingModel, SequenceClassifier
 from ..tokenizer import Tokenizer
 from .access import KeyCheck
 from .completions import Completions
-from .embeddings import Embeddings
+from .encoder_endpoints import Embeddings, Rerank
 from .errors import ApiError, api_error, stopping
 from .fields import DETOKENIZE, TOKENIZE, check_fields
 from .json_data import json_bytes
+from .messages import Messages
 from .metrics import Metrics
 from .request_body import read_json
+from .responses import Responses
 from .streaming import ClientDisconnected
 
 MAX_BODY = 10_000_000  # bytes of a request body
 CLIENT_CLOSED = 499  # status for the metrics, as nginx has it: nobody gets the response
+Model = LLM | EmbeddingModel | SequenceClassifier
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 Endpoints = tuple[str, str, Endpoint]  # method, path, endpoint
 
 
 def create_app(
-    llm: LLM | EmbeddingModel, name: str, keys: Sequence[str] = (), max_body: int = MAX_BODY
+    llm: Model, name: str, keys: Sequence[str] = (), max_body: int = MAX_BODY
 ) -> ASGIApp:
     """Return the application of a loaded model.
 
     Args:
-        llm: the model: a decoder, or an encoder, which has other endpoints.
+        llm: the model: a decoder, or an encoder, each of which has other endpoints.
         name: its name in the API.
         keys: API keys, of which requests need one; none for no access control.
         max_body: bytes of a request body at most.
     """
-    metrics = Metrics(None if isinstance(llm, EmbeddingModel) else llm)
-    length = llm.max_length if isinstance(llm, EmbeddingModel) else llm.limits.context
+    metrics = Metrics(llm if isinstance(llm, LLM) else None)
+    length = llm.limits.context if isinstance(llm, LLM) else llm.max_length
     tools = _Tools(llm.tokenizer, name, length, max_body, metrics)
     table = [
         *_model_routes(llm, name, max_body, metrics),
@@ -63,16 +66,21 @@ def create_app(
     return _Counted(KeyCheck(app, keys), metrics, paths)
 
 
-def _model_routes(
-    llm: LLM | EmbeddingModel, name: str, max_body: int, metrics: Metrics
-) -> list[Endpoints]:
+def _model_routes(llm: Model, name: str, max_body: int, metrics: Metrics) -> list[Endpoints]:
     """Return the endpoints that run the model."""
     if isinstance(llm, EmbeddingModel):
         return [("POST", "/v1/embeddings", Embeddings(llm, name, max_body).embed)]
+    if isinstance(llm, SequenceClassifier):
+        call = Rerank(llm, name, max_body).rerank
+        return [("POST", path, call) for path in ("/v1/rerank", "/v2/rerank", "/rerank")]
     completions = Completions(AsyncLLM(llm), name, max_body, metrics)
+    messages = Messages(completions)
     return [
         ("POST", "/v1/chat/completions", completions.chat),
         ("POST", "/v1/completions", completions.complete),
+        ("POST", "/v1/responses", Responses(completions).create),
+        ("POST", "/v1/messages", messages.create),
+        ("POST", "/v1/messages/count_tokens", messages.count_tokens),
         ("POST", "/apply-template", completions.apply_template),
     ]
 
@@ -91,9 +99,9 @@ def _guarded(call: Endpoint) -> Endpoint:
         except ClientDisconnected:
             return Response(status_code=CLIENT_CLOSED)
         except asyncio.CancelledError:  # by uvicorn, which stops
-            return stopping().response()
+            return stopping().response(request.url.path)
         except Exception as error:
-            return api_error(error).response()
+            return api_error(error).response(request.url.path)
 
     return endpoint
 
@@ -101,8 +109,9 @@ def _guarded(call: Endpoint) -> Endpoint:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Return Starlette's own errors (404, 405) in OpenAI's shape."""
     assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path[:100]}: {error.detail}"
-    return ApiError(error.status_code, text, headers=error.headers).response()
+    path = request.url.path
+    text = f"{request.method} {path[:100]}: {error.detail}"
+    return ApiError(error.status_code, text, headers=error.headers).response(path)
 
 
 class _Counted:

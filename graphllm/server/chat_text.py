@@ -130,6 +130,10 @@ class ChatText:
             made["tool_calls"] = [{"index": call.index, **_call(call)} for call in calls]
         return made, self._finish(answer, finish) if finish is not None else None
 
+    def reasoning_length(self, text: str) -> int:
+        """Return the number of characters of reasoning in an answer that may go on."""
+        return len(self._parser().push(text, last=True)[0])
+
     def _wanted(self, parts: list[ToolCall]) -> list[ToolCall]:
         """Return the parts of the first call alone if there may not be several."""
         several = self._tools is None or self._tools.several

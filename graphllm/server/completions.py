@@ -26,6 +26,7 @@ from .fields import (
     MAX_CHOICES,
     Field,
     check_fields,
+    check_model,
     sampling_settings,
     setting_names,
 )
@@ -145,22 +146,26 @@ class Completions:
     async def read(
         self, request: Request, table: Mapping[str, Field], *required: str
     ) -> dict[str, Any]:
-        """Return the values of a request's fields.
+        """Return the values of a request's fields; see `check`."""
+        return self.check(await self.body(request), table, *required)
+
+    async def body(self, request: Request) -> Any:
+        """Return the JSON value of a request's body; see `read_json`."""
+        return await read_json(request, self._max_body)
+
+    def check(self, body: Any, table: Mapping[str, Field], *required: str) -> dict[str, Any]:
+        """Return the values of the fields of a body.
 
         Args:
-            request: the request.
+            body: a JSON value.
             table: fields of the endpoint.
             *required: fields that must be present.
 
         Raises:
             ApiError, RequestError: a field is invalid, missing or refused.
-            ClientDisconnected: the client disconnected.
         """
-        values = check_fields(table, await read_json(request, self._max_body), *required)
-        model = values.get("model", self.name)
-        if model != self.name:
-            text = f"the model {model[:100]!r} does not exist; this server has {self.name!r}"
-            raise ApiError(404, text, "model", "model_not_found")
+        values = check_fields(table, body, *required)
+        check_model(values, self.name)
         if "stream_options" in values and not values.get("stream"):
             raise ApiError(400, "stream_options needs stream = true", "stream_options")
         if len(values.get("prompt", [0])) * values.get("n", 1) > MAX_CHOICES:

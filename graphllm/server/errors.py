@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in OpenAI's shape, ``{"error": {"message", "type", "param", "code"}}``, or Anthropic's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from ..env import debug_level
 from ..errors import GraphllmError, OutOfMemory, RequestError
 from ..terminal import escape_control, note
 from .json_data import json_bytes
+
+ANTHROPIC = "/v1/messages"  # beginning of the paths of Anthropic's API
+_INVALID = "invalid_request_error"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -40,13 +49,20 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The object that the client gets."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "server_error" if self.status >= 500 else _INVALID
         known = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": known}
 
-    def response(self) -> Response:
-        """Return the HTTP response."""
-        return Response(json_bytes(self.body), self.status, self.headers, "application/json")
+    def response(self, path: str) -> Response:
+        """Return the HTTP response to a request for ``path``, whose API the error's shape is of."""
+        body = anthropic_body(self) if path.startswith(ANTHROPIC) else self.body
+        return Response(json_bytes(body), self.status, self.headers, "application/json")
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """Return the object of an error in Anthropic's API."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else _INVALID)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def api_error(error: Exception, param: str | None = None) -> ApiError:

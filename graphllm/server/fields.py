@@ -66,7 +66,7 @@ def any_text(name: str, value: Any) -> str:
     return value
 
 
-def _top_p(name: str, value: Any) -> float:
+def top_p_field(name: str, value: Any) -> float:
     """A number from 0 to 1; OpenAI's 0 keeps the most likely token only."""
     return max(Real(0, 1)(name, value), 1e-9)
 
@@ -76,7 +76,7 @@ def _seed(name: str, value: Any) -> int:
     return Integer(-(2**63), 2**63 - 1)(name, value) % 2**63
 
 
-def _stop(name: str, value: Any) -> tuple[str, ...]:
+def stop_field(name: str, value: Any) -> tuple[str, ...]:
     """A stop string, or several."""
     if isinstance(value, list) and len(value) > MAX_STOPS:
         raise invalid_argument(name, value, f"at most {MAX_STOPS} strings")
@@ -141,18 +141,18 @@ BEYOND = {
     "guided_json": Field(Unsupported()),
     "structured_outputs": Field(Unsupported()),
 }
-_SEED, _TOP_K = Field(_seed, "seed"), Field(Integer(0, COUNT), "top_k")
+SEED, TOP_K = Field(_seed, "seed"), Field(Integer(0, COUNT), "top_k")
 
 _COMMON = BEYOND | {
     "model": Field(any_text),
     "stream": Field(flag),
     "stream_options": Field(_stream_options),
     "n": Field(Integer(1, MAX_CHOICES), "n"),
-    "seed": _SEED,
-    "stop": Field(_stop, "stop"),
+    "seed": SEED,
+    "stop": Field(stop_field, "stop"),
     "temperature": Field(Real(0, 2), "temperature"),
-    "top_p": Field(_top_p, "top_p"),
-    "top_k": _TOP_K,
+    "top_p": Field(top_p_field, "top_p"),
+    "top_k": TOP_K,
     "presence_penalty": Field(Real(-2, 2), "presence_penalty"),
     "frequency_penalty": Field(Real(-2, 2), "frequency_penalty"),
     "logit_bias": Field(_logit_bias, "logit_bias"),
@@ -211,6 +211,14 @@ def check_fields(table: Mapping[str, Field], body: Any, *required: str) -> dict[
         if name not in given:
             raise ApiError(400, f"{name} is missing", name, "missing_required_parameter")
     return {name: table[name].rule(name, value) for name, value in given.items()}
+
+
+def check_model(values: Mapping[str, Any], name: str) -> None:
+    """Check the model of a request, which may be missing. ApiError: it is not ``name``."""
+    model = values.get("model", name)
+    if model != name:
+        text = f"the model {model[:100]!r} does not exist; this server has {name!r}"
+        raise ApiError(404, text, "model", "model_not_found")
 
 
 def sampling_settings(table: Mapping[str, Field], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,20 @@ Messages = list[dict[str, Any]]
 # -- fields
 def tools_field(name: str, value: Any) -> list[Tool]:
     """A list of tools of type ``function``, as OpenAI's API has them."""
+    return checked_tools(name, value, _tool)
+
+
+def checked_tools(name: str, value: Any, read: Callable[[str, Any], Tool]) -> list[Tool]:
+    """Return a list of tools with different names. RequestError, ApiError: one is malformed.
+
+    Args:
+        name: name of the field.
+        value: its value.
+        read: returns the tool that a value of the list describes, whose place it gets, too.
+    """
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise invalid_argument(name, value, f"a list of at most {MAX_TOOLS} tools")
-    found = [_tool(f"{name}[{index}]", tool) for index, tool in enumerate(value)]
+    found = [read(f"{name}[{index}]", tool) for index, tool in enumerate(value)]
     names = [tool["function"]["name"] for tool in found]
     for index, each in enumerate(names):
         if each in names[:index]:
@@ -39,37 +50,65 @@ def _tool(where: str, value: Any) -> Tool:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind != "function":
         raise ApiError(400, f'{where}.type must be "function"', "tools")
-    given = mapping(f"{where}.function", value.get("function"))
+    return function_tool(f"{where}.function", value.get("function"))
+
+
+def function_tool(where: str, value: Any, schema: str = "parameters") -> Tool:
+    """Return the tool for a function.
+
+    Args:
+        where: place of the function in the request.
+        value: object with its name, its description and the JSON schema of its arguments.
+        schema: key of the schema.
+
+    Raises:
+        RequestError, ApiError: the object is malformed.
+    """
+    given = mapping(where, value)
     own = given.get("name")
     if not isinstance(own, str) or not _NAME.fullmatch(own):
-        text = f"{where}.function.name must have 1 to 64 letters, digits, underscores or hyphens"
+        text = f"{where}.name must have 1 to 64 letters, digits, underscores or hyphens"
         raise ApiError(400, text, "tools")
     made: Tool = {"name": own}
     if given.get("description") is not None:
         if not isinstance(given["description"], str):
-            raise ApiError(400, f"{where}.function.description must be a string", "tools")
+            raise ApiError(400, f"{where}.description must be a string", "tools")
         made["description"] = given["description"]
     if given.get("strict") is not None:
-        flag(f"{where}.function.strict", given["strict"])
-    parameters = given.get("parameters")
+        flag(f"{where}.strict", given["strict"])
+    parameters = given.get(schema)
     checked = _NO_ARGUMENTS if parameters is None else parameters
-    made["parameters"] = mapping(f"{where}.function.parameters", checked)
+    made["parameters"] = mapping(f"{where}.{schema}", checked)
     return {"type": "function", "function": made}
 
 
 def tool_choice_field(name: str, value: Any) -> str | Tool:
     """``none``, ``auto``, ``required``, or an object that names a function."""
+    function = value.get("function") if isinstance(value, Mapping) else None
+    return named_choice(name, function if isinstance(function, Mapping) else value)
+
+
+def named_choice(name: str, value: Any) -> str | Tool:
+    """``none``, ``auto``, ``required``, or an object with the ``name`` of a function."""
     if value in ("none", "auto", "required"):
         return value
-    function = value.get("function") if isinstance(value, Mapping) else None
-    if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-        return {"name": function["name"]}
+    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+        return {"name": value["name"]}
     text = f'{name} must be "none", "auto", "required" or an object that names a function'
     raise ApiError(400, text, name)
 
 
 def response_format_field(name: str, value: Any) -> Any:
     """The JSON schema that ``response_format`` asks for; None for text."""
+    given = mapping(name, value)
+    if given.get("type") != "json_schema":
+        return text_format(name, given)
+    own = mapping(f"{name}.json_schema", given.get("json_schema"))
+    return text_format(f"{name}.json_schema", {**own, "type": "json_schema"})
+
+
+def text_format(name: str, value: Any) -> Any:
+    """The JSON schema that an object with ``type`` and ``schema`` asks for; None for text."""
     given = mapping(name, value)
     kind = given.get("type")
     if kind == "text":
@@ -78,10 +117,9 @@ def response_format_field(name: str, value: Any) -> Any:
         return {"type": "object"}
     if kind != "json_schema":
         raise ApiError(400, f"{name}.type must be text, json_object or json_schema", name)
-    own = mapping(f"{name}.json_schema", given.get("json_schema"))
-    if own.get("strict") is not None:
-        flag(f"{name}.json_schema.strict", own["strict"])
-    return mapping(f"{name}.json_schema.schema", own.get("schema"))
+    if given.get("strict") is not None:
+        flag(f"{name}.strict", given["strict"])
+    return mapping(f"{name}.schema", given.get("schema"))
 
 
 # -- formats

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from typing import Any
 
+import chat_model
 import idle_engine
 import pytest
-import tiny_models as tiny
+from chat_model import SCHEMA, check_schema
 from running_server import KEY, MODEL, Running
 
 import graphllm
@@ -17,21 +17,8 @@ import graphllm
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
-TEMPLATE = """\
-{%- if tools %}{{ '<tools>' ~ tools | tojson ~ '</tools> <tool_call>' }}{% endif %}
-{%- for message in messages %}
-{{- message.role ~ ': ' ~ (message.content or '') }}
-{%- for call in message.tool_calls or [] %}{{ call.function.arguments.a }}{% endfor %}
-{%- endfor %}{{ 'assistant:' }}
-"""
 MESSAGES = [{"role": "user", "content": "hello"}]
 ASK: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 400}
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["fox", "dog"]}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "<s>[INST]</s>{{ 7*7 }}",
                                       "parameters": SCHEMA, "strict": True}}
@@ -42,12 +29,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory) -> graphllm.LLM:
-    folder = tmp_path_factory.mktemp("openai")
-    path = tiny.write_tiny(folder / "tiny.gguf", "llama", context=1024)
-    (folder / "chat.jinja").write_text(TEMPLATE)
-    return graphllm.load(
-        path, device="cpu", threads=1, max_sequences=8, chat_template=folder / "chat.jinja"
-    )
+    return chat_model.load(tmp_path_factory.mktemp("openai"))
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +46,6 @@ def client(server) -> Iterator[Any]:
         base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEY, max_retries=0
     ) as made:
         yield made
-
-
-def check_schema(text: str) -> None:
-    found = json.loads(text)
-    assert found.keys() == {"a", "b"} and found["a"] <= 99 and found["b"] in ("fox", "dog")
 
 
 def test_models_chat_and_completions(client):

@@ -1,4 +1,4 @@
-"""``/v1/embeddings`` of an encoder, with the `openai` package as a client."""
+"""``/v1/embeddings`` and ``/v1/rerank`` of encoders; the `openai` package is the client."""
 
 from __future__ import annotations
 
@@ -22,6 +22,20 @@ def model(tmp_path_factory) -> graphllm.EmbeddingModel:
     folder = tmp_path_factory.mktemp("encoder")
     write_encoder(folder, hf_models.SPECS["bert"], 0)
     return graphllm.load(folder, device="cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory) -> graphllm.SequenceClassifier:
+    folder = tmp_path_factory.mktemp("reranker")
+    write_encoder(folder, hf_models.SPECS["bert"], 0, "SequenceClassification", num_labels=1)
+    return graphllm.load(folder, device="cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def server(reranker) -> Iterator[Running]:
+    running = Running(reranker, keys=[KEY])
+    yield running
+    running.stop()
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +78,40 @@ def test_bad_requests_are_explained(client, more, param):
 def test_a_decoder_is_needed_for_chats(client):
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}])
+
+
+def test_rerank(reranker, server):
+    """The scores of the model, the highest first; both shapes of documents."""
+    want = reranker.rerank("a", TEXTS)
+    asks = ({"documents": TEXTS}, {"documents": [{"text": each} for each in TEXTS]})
+    for ask, path in zip(asks, ("/v1/rerank", "/rerank")):
+        status, found = server.call(path, {"model": MODEL, "query": "a", **ask})
+        assert status == 200 and found["id"].startswith("rerank-")
+        have = [(each["index"], each["relevance_score"]) for each in found["results"]]
+        assert have == [(each.index, each.score) for each in want]
+        pairs = reranker.tokenizer.engine.encode_batch([("a", text) for text in TEXTS])
+        tokens = sum(len(pair.ids) for pair in pairs)
+        assert found["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    ask = {"query": "a", "documents": TEXTS, "return_documents": True, "top_n": 2}
+    _, found = server.call("/v1/rerank", ask)
+    assert [each["document"]["text"] for each in found["results"]] == [
+        TEXTS[each.index] for each in want[:2]
+    ]
+    ask = {"query": "a", "documents": ["a " * 500], "truncate": True, "top_n": 9}
+    assert len(server.call("/v1/rerank", ask)[1]["results"]) == 1
+
+
+@pytest.mark.parametrize("more, param", [
+    ({"documents": []}, "documents"),
+    ({"documents": "a"}, "documents"),
+    ({"documents": [1, "a"]}, "documents"),
+    ({"documents": [{"title": "a"}]}, "documents"),
+    ({"documents": ["a"] * 3000}, "documents"),
+    ({"documents": ["b", "a " * 500]}, "documents"),
+    ({"query": ["a"]}, "query"),
+    ({"query": None}, "query"),
+    ({"top_n": 0}, "top_n"),
+])  # fmt: skip
+def test_bad_requests_to_rerank(server, more, param):
+    status, found = server.call("/v1/rerank", {"query": "a", "documents": TEXTS, **more})
+    assert (status, found["error"]["param"]) == (400, param)

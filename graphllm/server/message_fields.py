@@ -1,0 +1,185 @@
+"""Fields of Anthropic's ``/v1/messages``, and the chat that its messages describe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..arguments import Integer, OneOf, Real, flag, mapping
+from .chat_parts import (
+    Message,
+    add_call,
+    arguments,
+    as_list,
+    as_object,
+    assistant,
+    joined_text,
+    malformed,
+    string,
+    unsupported_type,
+)
+from .errors import ApiError
+from .fields import (
+    BEYOND,
+    COUNT,
+    SEED,
+    TOP_K,
+    Field,
+    Unsupported,
+    any_text,
+    stop_field,
+    top_p_field,
+)
+from .tools import Tool, checked_tools, function_tool, named_choice, text_format
+
+_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_USER, _ASSISTANT = ("text", "tool_result"), ("text", "thinking", "tool_use")
+
+
+def messages_field(name: str, value: Any) -> list[Message]:
+    """The messages of a chat, whose contents are strings or lists of blocks."""
+    messages: list[Message] = []
+    for index, each in enumerate(as_list(name, value, "messages")):
+        where = f"{name}[{index}]"
+        given = as_object(where, each)
+        role, content = given.get("role"), given.get("content")
+        if role not in ("user", "assistant"):
+            raise malformed(f"{where}.role", '"user" or "assistant"')
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list):
+            raise malformed(f"{where}.content", "a string or a list of blocks")
+        before = len(messages)
+        for at, block in enumerate(blocks):
+            place = f"{where}.content[{at}]"
+            add = _add_user_block if role == "user" else _add_assistant_block
+            add(messages, before, place, as_object(place, block))
+    if not messages or messages[-1]["role"] == "assistant":
+        text = f"{name} must end with a message of the user that is not empty"
+        raise ApiError(400, text, name)
+    return messages
+
+
+def _add_user_block(
+    messages: list[Message], before: int, where: str, block: Mapping[str, Any]
+) -> None:
+    """Add a block of a message of the user; ``before``: number of the messages before it."""
+    kind = block.get("type")
+    if kind == "tool_result":
+        own = string(f"{where}.tool_use_id", block.get("tool_use_id"))
+        text = joined_text(f"{where}.content", block.get("content") or "", ("text",))
+        if block.get("is_error"):
+            text = f"Error: {text}"
+        messages.append({"role": "tool", "tool_call_id": own, "content": text})
+    elif kind == "text":
+        text = string(f"{where}.text", block.get("text"))
+        if len(messages) > before and messages[-1]["role"] == "user":
+            messages[-1]["content"] += f"\n{text}"
+        else:
+            messages.append({"role": "user", "content": text})
+    else:
+        raise unsupported_type(where, block, _USER)
+
+
+def _add_assistant_block(
+    messages: list[Message], before: int, where: str, block: Mapping[str, Any]
+) -> None:
+    """Add a block of a message of the assistant."""
+    message = assistant(messages, () if len(messages) > before else ("role",))
+    kind = block.get("type")
+    if kind == "text":
+        message["content"] += string(f"{where}.text", block.get("text"))
+    elif kind == "thinking":
+        text = string(f"{where}.thinking", block.get("thinking"))
+        message["reasoning_content"] = message.get("reasoning_content", "") + text
+    elif kind == "tool_use":
+        own, name = (string(f"{where}.{key}", block.get(key)) for key in ("id", "name"))
+        add_call(message, own, name, arguments(f"{where}.input", block.get("input")))
+    else:
+        raise unsupported_type(where, block, _ASSISTANT)
+
+
+def _system(name: str, value: Any) -> str:
+    """A string, or a list of text blocks."""
+    return joined_text(name, value, ("text",))
+
+
+def _tools(name: str, value: Any) -> list[Tool]:
+    """A list of tools with an ``input_schema``; those that run on the server are refused."""
+
+    def read(where: str, tool: Any) -> Tool:
+        if as_object(where, tool).get("type") not in (None, "custom"):
+            raise unsupported_type(where, tool, ("custom",))
+        return function_tool(where, tool, "input_schema")
+
+    return checked_tools(name, value, read)
+
+
+def _tool_choice(name: str, value: Any) -> tuple[Any, bool]:
+    """The choice as OpenAI has it, and whether an answer may have several calls."""
+    given = mapping(name, value)
+    kind, single = given.get("type"), given.get("disable_parallel_tool_use")
+    several = single is None or not flag(f"{name}.disable_parallel_tool_use", single)
+    if kind == "tool":
+        return named_choice(name, {"name": string(f"{name}.name", given.get("name"))}), several
+    if kind not in _CHOICES:
+        raise ApiError(400, f"{name}.type must be auto, any, tool or none", name)
+    return _CHOICES[kind], several
+
+
+def _thinking(name: str, value: Any) -> str | None:
+    """How much the model reasons: an effort, or None for the model's own choice."""
+    known = OneOf(("enabled", "disabled", "adaptive"))
+    kind = known(f"{name}.type", mapping(name, value).get("type"))
+    return {"enabled": "medium", "disabled": "none"}.get(kind)
+
+
+def _output_config(name: str, value: Any) -> tuple[str | None, Any]:
+    """The effort, and the JSON schema of the answer."""
+    given = mapping(name, value)
+    effort, form = given.get("effort"), given.get("format")
+    if effort is not None:
+        effort = _EFFORTS[OneOf(tuple(_EFFORTS))(f"{name}.effort", effort)]
+    return effort, None if form is None else text_format(f"{name}.format", form)
+
+
+_PROMPT = {
+    "model": Field(any_text),
+    "messages": Field(messages_field),
+    "system": Field(_system),
+    "tools": Field(_tools),
+    "tool_choice": Field(_tool_choice),
+    "thinking": Field(_thinking),
+    "output_config": Field(_output_config),
+    "mcp_servers": Field(Unsupported(([],))),
+    "container": Field(Unsupported()),
+    "context_management": Field(Unsupported()),
+}
+COUNT_TOKENS = _PROMPT
+MESSAGES = BEYOND | _PROMPT | {
+    "max_tokens": Field(Integer(1, COUNT), "max_tokens"),
+    "stream": Field(flag),
+    "stop_sequences": Field(stop_field, "stop"),
+    "temperature": Field(Real(0, 2), "temperature"),
+    "top_p": Field(top_p_field, "top_p"),
+    "top_k": TOP_K,
+    "seed": SEED,
+}  # fmt: skip
+
+
+def chat_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields as those of ``/v1/chat/completions``."""
+    choice, several = values.get("tool_choice", ("auto", True))
+    effort, schema = values.get("output_config", (None, None))
+    made = {
+        "parallel_tool_calls": several,
+        "response_format": schema,
+        "reasoning_effort": _reasoning_effort(values, effort),
+    }
+    return {**values, **made} | ({"tool_choice": choice} if "tool_choice" in values else {})
+
+
+def _reasoning_effort(values: Mapping[str, Any], effort: str | None) -> str | None:
+    """Return the effort of reasoning; without ``thinking``, that is the model's own choice."""
+    wanted = values.get("thinking")
+    return effort or wanted if wanted == "medium" else wanted

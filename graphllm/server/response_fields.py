@@ -1,0 +1,126 @@
+"""Fields of ``/v1/responses``, and the chat that its input describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arguments import Integer, OneOf, Real, flag, mapping
+from .chat_parts import (
+    Message,
+    add_call,
+    arguments,
+    as_list,
+    as_object,
+    assistant,
+    joined_text,
+    malformed,
+    string,
+    unsupported_type,
+)
+from .errors import ApiError
+from .fields import BEYOND, COUNT, SEED, TOP_K, Field, Unsupported, any_text, top_p_field
+from .reasoning import EFFORTS
+from .tools import Tool, checked_tools, function_tool, named_choice, text_format
+
+_TEXTS = ("input_text", "output_text", "text")
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def input_field(name: str, value: Any) -> list[Message]:
+    """The messages of a chat: a string is one of the user; a list has messages and other items."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    messages: list[Message] = []
+    for index, each in enumerate(as_list(name, value, "items")):
+        _add_item(messages, f"{name}[{index}]", as_object(f"{name}[{index}]", each))
+    return messages
+
+
+def _add_item(messages: list[Message], where: str, item: Any) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = _ROLES.get(str(item.get("role")))
+        if role is None:
+            raise malformed(f"{where}.role", f"one of {', '.join(_ROLES)}")
+        content = joined_text(f"{where}.content", item.get("content"), _TEXTS)
+        if role == "assistant":
+            assistant(messages, ("content", "tool_calls"))["content"] = content
+        else:
+            messages.append({"role": role, "content": content})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        text = joined_text(f"{where}.content", parts, ("reasoning_text", "summary_text"))
+        message = assistant(messages, ("content", "tool_calls", "reasoning_content"))
+        message["reasoning_content"] = text
+    elif kind == "function_call":
+        own, name = (string(f"{where}.{key}", item.get(key)) for key in ("call_id", "name"))
+        given = arguments(f"{where}.arguments", item.get("arguments"))
+        add_call(assistant(messages, ()), own, name, given)
+    elif kind == "function_call_output":
+        own = string(f"{where}.call_id", item.get("call_id"))
+        text = joined_text(f"{where}.output", item.get("output"), _TEXTS)
+        messages.append({"role": "tool", "tool_call_id": own, "content": text})
+    else:
+        raise unsupported_type(where, item, _ITEMS)
+
+
+def _tools(name: str, value: Any) -> list[Tool]:
+    """A list of tools of type ``function``, whose fields are those of the tool."""
+
+    def read(where: str, tool: Any) -> Tool:
+        if as_object(where, tool).get("type") != "function":
+            raise unsupported_type(where, tool, ("function",))
+        return function_tool(where, tool)
+
+    return checked_tools(name, value, read)
+
+
+def _text(name: str, value: Any) -> Any:
+    """The JSON schema that ``text.format`` asks for; None for text."""
+    given = mapping(name, value).get("format")
+    return None if given is None else text_format(f"{name}.format", given)
+
+
+def _reasoning(name: str, value: Any) -> str | None:
+    """The effort that an object asks for, if any."""
+    effort = mapping(name, value).get("effort")
+    return None if effort is None else OneOf(EFFORTS)(f"{name}.effort", effort)
+
+
+def _include(name: str, value: Any) -> list[str]:
+    """A list of outputs to include; those of tools that are not supported never occur."""
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise malformed(name, "a list of strings")
+    if "message.output_text.logprobs" in value:
+        text = f"{name}: message.output_text.logprobs is not supported by this server"
+        raise ApiError(400, text, name, "unsupported_value")
+    return value
+
+
+RESPONSES = BEYOND | {
+    "model": Field(any_text),
+    "input": Field(input_field),
+    "instructions": Field(any_text),
+    "stream": Field(flag),
+    "max_output_tokens": Field(Integer(1, COUNT), "max_tokens"),
+    "temperature": Field(Real(0, 2), "temperature"),
+    "top_p": Field(top_p_field, "top_p"),
+    "seed": SEED,
+    "top_k": TOP_K,
+    "text": Field(_text, "json_schema"),
+    "tools": Field(_tools),
+    "tool_choice": Field(named_choice),
+    "parallel_tool_calls": Field(flag),
+    "reasoning": Field(_reasoning),
+    "include": Field(_include),
+    "metadata": Field(mapping),
+    "store": Field(flag),
+    # What would change the answer.
+    "previous_response_id": Field(Unsupported()),
+    "conversation": Field(Unsupported()),
+    "prompt": Field(Unsupported()),
+    "background": Field(Unsupported((False,))),
+    "truncation": Field(Unsupported(("disabled",))),
+    "top_logprobs": Field(Unsupported((0,))),
+}
