@@ -213,6 +213,15 @@ class ChatAnswer(Answer):
         return {"token": text, "logprob": json_logprob(logprob), "bytes": list(data)}
 
 
+def matched_stop(tokenizer: Tokenizer, done: Completion, stops: Sequence[str]) -> str | None:
+    """Return the stop string that ended an answer, if one did."""
+    if done.finish_reason != "stop":
+        return None
+    # The tokens of the stop string belong to `ids`.
+    rest = tokenizer.decode(done.ids, continuation=True)[len(done.text) :]
+    return min((stop for stop in stops if rest.startswith(stop)), key=len, default=None)
+
+
 def usage(prompts: Iterable[Completion]) -> Object:
     """Return the tokens of an answer, which has the samples ``choices`` of each of ``prompts``.
 

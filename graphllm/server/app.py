@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,8 +21,10 @@ from .access import KeyCheck
 from .completions import Completions
 from .encoder_endpoints import Embeddings, Rerank
 from .errors import ApiError, api_error, stopping
-from .fields import DETOKENIZE, TOKENIZE, check_fields
-from .json_data import json_bytes
+from .fields import check_fields
+from .json_data import json_response
+from .llama_endpoints import LlamaEndpoints
+from .llama_fields import DETOKENIZE, TOKENIZE
 from .messages import Messages
 from .metrics import Metrics
 from .request_body import read_json
@@ -74,20 +75,19 @@ def _model_routes(llm: Model, name: str, max_body: int, metrics: Metrics) -> lis
         call = Rerank(llm, name, max_body).rerank
         return [("POST", path, call) for path in ("/v1/rerank", "/v2/rerank", "/rerank")]
     completions = Completions(AsyncLLM(llm), name, max_body, metrics)
-    messages = Messages(completions)
+    messages, llama = Messages(completions), LlamaEndpoints(completions)
     return [
         ("POST", "/v1/chat/completions", completions.chat),
         ("POST", "/v1/completions", completions.complete),
         ("POST", "/v1/responses", Responses(completions).create),
         ("POST", "/v1/messages", messages.create),
         ("POST", "/v1/messages/count_tokens", messages.count_tokens),
-        ("POST", "/apply-template", completions.apply_template),
+        ("POST", "/completion", llama.completion),
+        ("POST", "/infill", llama.infill),
+        ("POST", "/apply-template", llama.apply_template),
+        ("GET", "/props", llama.props),
+        ("GET", "/slots", llama.slots),
     ]
-
-
-def json_response(value: Any) -> Response:
-    """Return a response with a JSON value."""
-    return Response(json_bytes(value), media_type="application/json")
 
 
 def _guarded(call: Endpoint) -> Endpoint:
@@ -166,7 +166,17 @@ class _Tools:
         ids = await asyncio.to_thread(
             encode, values["content"], add_special=add, parse_special=parse
         )
+        if values.get("with_pieces"):
+            return json_response({"tokens": [{"id": i, "piece": self._piece(i)} for i in ids]})
         return json_response({"tokens": list(ids)})
+
+    def _piece(self, token: int) -> str | list[int]:
+        """Return the text of a token, or its bytes if they are no text."""
+        data = self._tokenizer.piece(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return list(data)
 
     async def detokenize(self, request: Request) -> Response:
         """``/detokenize``."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,10 +17,9 @@ from ..api.async_llm import AsyncLLM, AsyncRequest
 from ..engine.completion import Completion
 from ..errors import GraphllmError
 from .answers import Answer, ChatAnswer, Object, Piece
-from .chat_text import ChatText, chat_messages, chat_text, tool_use
+from .chat_text import ChatText, ToolUse, chat_messages, chat_text, tool_use
 from .errors import ApiError, api_error
 from .fields import (
-    APPLY_TEMPLATE,
     CHAT,
     COMPLETION,
     MAX_CHOICES,
@@ -30,12 +29,14 @@ from .fields import (
     sampling_settings,
     setting_names,
 )
+from .infill import InfillPrompts
 from .json_data import json_bytes
 from .metrics import Metrics
 from .reasoning import reasoning_variables
 from .request_body import read_json
 from .streaming import ClientDisconnected, EventStream, until_disconnect
 
+Value = TypeVar("Value")
 MAX_PENDING = 1024  # choices of all requests that run or wait; more are refused
 # OpenAI's defaults, where they differ from those of `Sampling`. Penalties consider as many tokens
 # as the engine keeps.
@@ -116,7 +117,25 @@ class Completions:
         include_usage = values.get("stream_options", False)
         answer = Answer(self.name, self.llm.tokenizer, include_usage, echo)
         names = {**setting_names(COMPLETION, values), "prompt": "prompt"}
-        return await self.run(request, Job(values["prompt"], settings, answer, stream, names))
+        prompts = values["prompt"]
+        if suffix := values.get("suffix"):
+            prompts = await asyncio.to_thread(self._infill, prompts, suffix, echo)
+        return await self.run(request, Job(prompts, settings, answer, stream, names))
+
+    def _infill(self, prompts: Sequence[Any], suffix: str, echo: bool) -> list[list[int]]:
+        """Return prompts whose answers precede a suffix. ApiError: there are none."""
+        if echo or not all(isinstance(prompt, str) for prompt in prompts):
+            text = "suffix needs prompts that are texts, and no echo"
+            raise ApiError(400, text, "suffix")
+        try:
+            return [self.infill_prompts.encode(prompt, suffix) for prompt in prompts]
+        except ApiError as error:
+            raise ApiError(400, error.message, "suffix", error.code) from None
+
+    @cached_property
+    def infill_prompts(self) -> InfillPrompts:
+        """See `InfillPrompts`. ApiError: the model cannot fill in text."""
+        return InfillPrompts(self.llm.tokenizer)
 
     async def chat(self, request: Request) -> ASGIApp:
         """``/v1/chat/completions``."""
@@ -131,16 +150,6 @@ class Completions:
         chat = await self.encode_chat(values, names)
         answer = ChatAnswer(self.name, self.llm.tokenizer, chat.text, include_usage)
         return await self.run(request, self.chat_job(chat, settings, answer, values, names))
-
-    async def apply_template(self, request: Request) -> Response:
-        """``/apply-template``: the text of a chat's prompt."""
-        values = check_fields(APPLY_TEMPLATE, await read_json(request, self._max_body), "messages")
-        try:
-            render = self.llm.template.render
-            text = await asyncio.to_thread(render, values["messages"])
-        except Exception as error:
-            raise api_error(error, "messages") from None
-        return Response(json_bytes({"prompt": text}), media_type="application/json")
 
     # -- requests
     async def read(
@@ -168,7 +177,9 @@ class Completions:
         check_model(values, self.name)
         if "stream_options" in values and not values.get("stream"):
             raise ApiError(400, "stream_options needs stream = true", "stream_options")
-        if len(values.get("prompt", [0])) * values.get("n", 1) > MAX_CHOICES:
+        prompts = values.get("prompt")
+        count = len(prompts) if isinstance(prompts, list) else 1
+        if count * values.get("n", 1) > MAX_CHOICES:
             raise ApiError(400, f"n times the number of prompts exceeds {MAX_CHOICES}", "n")
         return values
 
@@ -184,19 +195,32 @@ class Completions:
         Raises:
             ApiError: the messages do not fit the template, or the fields do not fit each other.
         """
-        llm, source = self.llm, self.llm.template.source
+        tools, ids = await self._with_template(values, names, self.llm.encode_chat)
+        restricted = tools is not None and tools.grammar is not None
+        restricted = restricted or values.get("response_format") is not None
+        end = self.llm.tokenizer.decode(ids[-16:], skip_special=False)
+        text = chat_text(self.llm.template.source, end, tools, restricted)
+        return Chat(ids, text, None if tools is None else tools.grammar)
+
+    async def render(
+        self, values: Mapping[str, Any], names: Mapping[str, str], **variables: Any
+    ) -> str:
+        """Return the text of a chat's prompt; see `encode_chat`. ``variables``: of the template."""
+        render = partial(self.llm.template.render, **variables)
+        return (await self._with_template(values, names, render))[1]
+
+    async def _with_template(
+        self, values: Mapping[str, Any], names: Mapping[str, str], call: Callable[..., Value]
+    ) -> tuple[ToolUse | None, Value]:
+        """Return the tools of a chat, and what ``call`` returns for messages and variables."""
         try:
+            source = self.llm.template.source
             tools = tool_use(values, source)
             messages, variables = chat_messages(values["messages"], tools, source)
             variables |= reasoning_variables(source, values.get("reasoning_effort"))
-            ids = await asyncio.to_thread(partial(llm.encode_chat, messages, **variables))
+            return tools, await asyncio.to_thread(partial(call, messages, **variables))
         except Exception as error:
             raise self._renamed(error, names) from None
-        restricted = tools is not None and tools.grammar is not None
-        restricted = restricted or values.get("response_format") is not None
-        end = llm.tokenizer.decode(ids[-16:], skip_special=False)
-        text = chat_text(source, end, tools, restricted)
-        return Chat(ids, text, None if tools is None else tools.grammar)
 
     def chat_job(
         self, chat: Chat, settings: Mapping[str, Any], answer: Answer, values: Mapping[str, Any],

@@ -98,14 +98,14 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
     return biases
 
 
-def _messages(name: str, value: Any) -> list[Any]:
+def messages_field(name: str, value: Any) -> list[Any]:
     """A list; the chat template checks the messages."""
     if not isinstance(value, list) or not value:
         raise invalid_argument(name, value, "a list of messages")
     return value
 
 
-def _prompts(name: str, value: Any) -> list[str | list[int]]:
+def prompts_field(name: str, value: Any) -> list[str | list[int]]:
     """Prompts of ``/v1/completions``: a string, token ids, or a list of either."""
     several = isinstance(value, list) and value and isinstance(value[0], (str, list))
     prompts = value if several else [value]
@@ -143,7 +143,7 @@ BEYOND = {
 }
 SEED, TOP_K = Field(_seed, "seed"), Field(Integer(0, COUNT), "top_k")
 
-_COMMON = BEYOND | {
+COMMON = BEYOND | {
     "model": Field(any_text),
     "stream": Field(flag),
     "stream_options": Field(_stream_options),
@@ -159,10 +159,10 @@ _COMMON = BEYOND | {
     "response_format": Field(response_format_field, "json_schema"),
 }
 
-CHAT = _COMMON | {
+CHAT = COMMON | {
     "source_lang": Field(Unsupported()),
     "target_lang": Field(Unsupported()),
-    "messages": Field(_messages),
+    "messages": Field(messages_field),
     "max_tokens": Field(Integer(1, COUNT), "max_tokens"),
     "max_completion_tokens": Field(Integer(1, COUNT), "max_tokens"),
     "logprobs": Field(flag),
@@ -177,20 +177,16 @@ CHAT = _COMMON | {
     "audio": Field(Unsupported()),
 }
 
-COMPLETION = _COMMON | {
-    "prompt": Field(_prompts),
+COMPLETION = COMMON | {
+    "prompt": Field(prompts_field),
     "max_tokens": Field(Integer(0, COUNT), "max_tokens"),
     "logprobs": Field(Integer(0, _TOP_LOGPROBS), "logprobs"),
     "echo": Field(flag),
     "source_lang": Field(text, "source_lang"),  # of encoder-decoders
     "target_lang": Field(text, "target_lang"),
-    "suffix": Field(Unsupported(("",))),
+    "suffix": Field(any_text),
     "best_of": Field(Unsupported((1,))),
 }
-
-TOKENIZE = {"content": Field(any_text), "add_special": Field(flag), "parse_special": Field(flag)}
-DETOKENIZE = {"tokens": Field(token_ids)}
-APPLY_TEMPLATE = {"messages": Field(_messages)}
 
 
 def check_fields(table: Mapping[str, Field], body: Any, *required: str) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any, NoReturn
 
+from starlette.responses import Response
+
 SMALLEST_LOGPROB = -9999.0  # what OpenAI's API has for -inf, which JSON cannot express
 
 
@@ -25,6 +27,11 @@ def json_bytes(value: Any) -> bytes:
     """Return the JSON text of a value in UTF-8; a lone surrogate becomes a question mark."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace")
+
+
+def json_response(value: Any) -> Response:
+    """Return a response with a JSON value."""
+    return Response(json_bytes(value), media_type="application/json")
 
 
 def json_logprob(value: float) -> float:

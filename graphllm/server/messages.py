@@ -12,14 +12,14 @@ from starlette.types import ASGIApp
 
 from ..engine.completion import Completion
 from ..tokenizer import Tokenizer
-from .answers import Object
+from .answers import Object, matched_stop
 from .block_answer import CALL, REASONING, TEXT, Block, BlockAnswer
 from .chat_parts import with_system
 from .chat_text import ChatText
 from .completions import Chat, Completions
 from .errors import ApiError, anthropic_body
 from .fields import sampling_settings, setting_names
-from .json_data import json_bytes
+from .json_data import json_response
 from .message_fields import COUNT_TOKENS, MESSAGES, chat_values
 
 _NAMES = {"prompt": "messages", "grammar": "tools", "json_schema": "output_config",
@@ -57,8 +57,7 @@ class Messages:
         """``/v1/messages/count_tokens``: the number of tokens of a prompt."""
         values = await self._completions.read(request, COUNT_TOKENS, "model", "messages")
         chat = await self._encode(values, _NAMES)
-        body = json_bytes({"input_tokens": len(chat.ids)})
-        return Response(body, media_type="application/json")
+        return json_response({"input_tokens": len(chat.ids)})
 
     async def _encode(self, values: Mapping[str, Any], names: Mapping[str, str]) -> Chat:
         messages = with_system(values.get("system"), values["messages"])
@@ -99,17 +98,12 @@ class MessageAnswer(BlockAnswer):
     def _stop(self, done: Completion) -> Object:
         """Return why the answer stopped."""
         reason = _REASONS.get(self.reason, "end_turn")
-        stop = self._matched(done) if done.finish_reason == "stop" else None
+        stop = matched_stop(self.tokenizer, done, self._stops)
         if stop is not None:
             reason = "stop_sequence"
         elif reason == "end_turn" and any(block.kind == CALL for block in self.blocks):
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": stop}
-
-    def _matched(self, done: Completion) -> str | None:
-        """Return the stop string that ended an answer; its tokens belong to ``done.ids``."""
-        rest = self.tokenizer.decode(done.ids, continuation=True)[len(done.text) :]
-        return min((s for s in self._stops if rest.startswith(s)), key=len, default=None)
 
     def _usage(self, done: Completion) -> Object:
         return {

@@ -35,7 +35,7 @@ _END_NAMES = (
 _END_KEYS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # Fill-in-the-middle tokens: keys and names. Without any of the keys, tokens with these names are
 # control tokens, whatever their type. The last three groups also end a generation.
-_FIM_NAMES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+FIM_NAMES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("fim_pre", "prefix"), (
         "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
         "<|code_prefix|>", "<|prefix|>",
@@ -260,14 +260,14 @@ class Vocabulary(BaseTokenizer):
 
         Tokens known by name become control tokens.
         """
-        fim = (name for _, names in _FIM_NAMES for name in names)
+        fim = (name for _, names in FIM_NAMES for name in names)
         known = self._named([*_END_NAMES, *fim, *_SHOWN_NAMES])
 
         def among(names: Iterable[str]) -> dict[str, int]:
             return {name: known[name] for name in names if name in known}
 
         named = among(_END_NAMES)
-        for keys, names in _FIM_NAMES:
+        for keys, names in FIM_NAMES:
             if any(self._token(key) is not None for key in keys):
                 continue
             if keys[0] in _END_KEYS:
