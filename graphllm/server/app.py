@@ -27,6 +27,7 @@ from .llama_endpoints import LlamaEndpoints
 from .llama_fields import DETOKENIZE, TOKENIZE
 from .messages import Messages
 from .metrics import Metrics
+from .openapi import OPENAPI, openapi_document
 from .request_body import read_json
 from .responses import Responses
 from .streaming import ClientDisconnected
@@ -61,6 +62,7 @@ def create_app(
         ("GET", "/health", tools.health),
         ("GET", "/metrics", tools.metrics),
     ]
+    table.append(("GET", OPENAPI, _document(table)))
     routes = [Route(path, _guarded(call), methods=[method]) for method, path, call in table]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     paths = {path for _, path, _ in table}
@@ -88,6 +90,18 @@ def _model_routes(llm: Model, name: str, max_body: int, metrics: Metrics) -> lis
         ("GET", "/props", llama.props),
         ("GET", "/slots", llama.slots),
     ]
+
+
+def _document(table: Sequence[Endpoints]) -> Endpoint:
+    """Return the endpoint of the OpenAPI document of the other endpoints and itself."""
+    paths = [(method, path) for method, path, _ in table]
+    document = openapi_document([*paths, ("GET", OPENAPI)])
+
+    async def openapi(request: Request) -> Response:
+        """``/openapi.json``."""
+        return json_response(document)
+
+    return openapi
 
 
 def _guarded(call: Endpoint) -> Endpoint:

@@ -13,12 +13,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..arguments import Integer, OneOf, flag, invalid_argument
+from ..arguments import Integer, OneOf, flag, invalid_argument, text
 from ..embedding import EmbeddingModel, SequenceClassifier
 from ..errors import RequestError
 from .errors import ApiError
 from .fields import Field, any_text, check_fields, check_model
 from .json_data import json_bytes
+from .json_shapes import STRING, accepts, array, fields, one_of, shape_of
 from .request_body import read_json
 from .streaming import until_disconnect
 
@@ -26,6 +27,7 @@ MAX_TEXTS = 2048  # of a request, as OpenAI has it
 MAX_PENDING = 64  # requests that run or wait; more are refused
 
 
+@accepts(one_of(shape_of(text), array(shape_of(text), 1, MAX_TEXTS)))
 def _texts(name: str, value: Any) -> list[str]:
     """A non-empty string, or a list of them."""
     found = [value] if isinstance(value, str) else value
@@ -36,6 +38,7 @@ def _texts(name: str, value: Any) -> list[str]:
     return found
 
 
+@accepts(array(one_of(STRING, fields("text", text=STRING)), 1, MAX_TEXTS))
 def _documents(name: str, value: Any) -> list[str]:
     """Documents: strings, or objects with a ``text``."""
     listed = value if isinstance(value, list) else None

@@ -24,6 +24,7 @@ from ..arguments import (
     token_ids,
 )
 from .errors import ApiError
+from .json_shapes import OBJECT, STRING, Shape, accepts, array, one_of, shape_of
 from .reasoning import EFFORTS
 from .tools import response_format_field, tool_choice_field, tools_field
 
@@ -31,6 +32,8 @@ MAX_CHOICES = 128  # of a request: prompts times n, as OpenAI limits n
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024  # stop strings of a request, and characters of each
 MAX_BIASES = 1024  # entries of logit_bias
 COUNT = 2**31 - 1
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_IDS = array({"type": "integer", "minimum": 0})
 _TOP_LOGPROBS = 20
 
 
@@ -53,12 +56,18 @@ class Unsupported:
 
     off: tuple[Any, ...] = ()
 
+    @property
+    def shape(self) -> Shape:
+        """JSON schema of the accepted values; null, which counts as absent, is one."""
+        return {"enum": [None, *self.off]}
+
     def __call__(self, name: str, value: Any) -> Any:
         if value in self.off:
             return value
         raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_value")
 
 
+@accepts(STRING)
 def any_text(name: str, value: Any) -> str:
     """A string, also an empty one."""
     if not isinstance(value, str):
@@ -66,16 +75,19 @@ def any_text(name: str, value: Any) -> str:
     return value
 
 
+@accepts(shape_of(Real(0, 1)))
 def top_p_field(name: str, value: Any) -> float:
     """A number from 0 to 1; OpenAI's 0 keeps the most likely token only."""
     return max(Real(0, 1)(name, value), 1e-9)
 
 
+@accepts(shape_of(Integer(-(2**63), 2**63 - 1)))
 def _seed(name: str, value: Any) -> int:
     """Any integer of 64 bits, as one that is not negative."""
     return Integer(-(2**63), 2**63 - 1)(name, value) % 2**63
 
 
+@accepts(one_of(_STOP, array(_STOP, 0, MAX_STOPS)))
 def stop_field(name: str, value: Any) -> tuple[str, ...]:
     """A stop string, or several."""
     if isinstance(value, list) and len(value) > MAX_STOPS:
@@ -86,6 +98,8 @@ def stop_field(name: str, value: Any) -> tuple[str, ...]:
     return found
 
 
+@accepts({"type": "object", "maxProperties": MAX_BIASES,
+          "additionalProperties": shape_of(Real(-100, 100))})  # fmt: skip
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
     """An object of biases from -100 to 100 by token id, a JSON key."""
     found = mapping(name, value)
@@ -98,6 +112,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
     return biases
 
 
+@accepts(array(OBJECT))
 def messages_field(name: str, value: Any) -> list[Any]:
     """A list; the chat template checks the messages."""
     if not isinstance(value, list) or not value:
@@ -105,6 +120,7 @@ def messages_field(name: str, value: Any) -> list[Any]:
     return value
 
 
+@accepts(one_of(STRING, _IDS, array(STRING, 1, MAX_CHOICES), array(_IDS, 1, MAX_CHOICES)))
 def prompts_field(name: str, value: Any) -> list[str | list[int]]:
     """Prompts of ``/v1/completions``: a string, token ids, or a list of either."""
     several = isinstance(value, list) and value and isinstance(value[0], (str, list))
@@ -120,18 +136,21 @@ def _some_ids(name: str, value: Any) -> tuple[int, ...]:
     return token_ids(name, value)
 
 
+@accepts(OBJECT)
 def _stream_options(name: str, value: Any) -> bool:
     """The object with ``include_usage``."""
     given = mapping(name, value).get("include_usage")
     return given is not None and flag(f"{name}.include_usage", given)
 
 
+# Logits stay finite within these bounds.
+_REPEAT_PENALTY = Field(Real(0.01, 100), "repeat_penalty")
 # Not in the APIs, with the names of vLLM and llama.cpp.
 BEYOND = {
     "min_p": Field(Real(0, 1), "min_p"),
     "typical_p": Field(Real(0, 1, above=True), "typical_p"),
-    "repetition_penalty": Field(Real(0, above=True), "repeat_penalty"),
-    "repeat_penalty": Field(Real(0, above=True), "repeat_penalty"),
+    "repetition_penalty": _REPEAT_PENALTY,
+    "repeat_penalty": _REPEAT_PENALTY,
     "min_tokens": Field(Integer(0, COUNT), "min_tokens"),
     "ignore_eos": Field(flag, "ignore_eos"),
     "stop_token_ids": Field(token_ids, "stop_ids"),

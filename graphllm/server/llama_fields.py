@@ -7,16 +7,19 @@ from typing import Any
 from ..arguments import Integer, OneOf, flag, mapping, token_ids
 from .chat_parts import as_object, malformed, string
 from .fields import COMMON, COUNT, Field, Unsupported, any_text, messages_field, prompts_field
+from .json_shapes import STRING, accepts, array, fields, shape_of
 from .reasoning import EFFORTS
 from .tools import tool_choice_field, tools_field
 
 
+@accepts(shape_of(Integer(-1, 2**32 - 1)))
 def _seed(name: str, value: Any) -> int | None:
     """A seed; -1 chooses one."""
     found = Integer(-1, 2**32 - 1)(name, value)
     return None if found in (-1, 2**32 - 1) else found
 
 
+@accepts(array(fields("text", text=STRING, filename=STRING), 0))
 def _files(name: str, value: Any) -> list[tuple[str, str]]:
     """Names and texts of files."""
     if not isinstance(value, list):

@@ -30,13 +30,16 @@ from .fields import (
     stop_field,
     top_p_field,
 )
-from .tools import Tool, checked_tools, function_tool, named_choice, text_format
+from .json_shapes import OBJECT, STRING, accepts, array, fields, one_of
+from .tools import MAX_TOOLS, Tool, checked_tools, function_tool, named_choice, text_format
 
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _USER, _ASSISTANT = ("text", "tool_result"), ("text", "thinking", "tool_use")
 
 
+@accepts(array(fields("role", "content", role={"enum": ["user", "assistant"]},
+                       content=one_of(STRING, array(OBJECT, 0)))))  # fmt: skip
 def messages_field(name: str, value: Any) -> list[Message]:
     """The messages of a chat, whose contents are strings or lists of blocks."""
     messages: list[Message] = []
@@ -99,11 +102,13 @@ def _add_assistant_block(
         raise unsupported_type(where, block, _ASSISTANT)
 
 
+@accepts(one_of(STRING, array(fields("type", "text", type={"const": "text"}, text=STRING), 0)))
 def _system(name: str, value: Any) -> str:
     """A string, or a list of text blocks."""
     return joined_text(name, value, ("text",))
 
 
+@accepts(array(fields("name", name=STRING), 0, MAX_TOOLS))
 def _tools(name: str, value: Any) -> list[Tool]:
     """A list of tools with an ``input_schema``; those that run on the server are refused."""
 
@@ -115,6 +120,7 @@ def _tools(name: str, value: Any) -> list[Tool]:
     return checked_tools(name, value, read)
 
 
+@accepts(fields("type", type={"enum": ["auto", "any", "tool", "none"]}))
 def _tool_choice(name: str, value: Any) -> tuple[Any, bool]:
     """The choice as OpenAI has it, and whether an answer may have several calls."""
     given = mapping(name, value)
@@ -127,6 +133,7 @@ def _tool_choice(name: str, value: Any) -> tuple[Any, bool]:
     return _CHOICES[kind], several
 
 
+@accepts(fields("type", type={"enum": ["enabled", "disabled", "adaptive"]}))
 def _thinking(name: str, value: Any) -> str | None:
     """How much the model reasons: an effort, or None for the model's own choice."""
     known = OneOf(("enabled", "disabled", "adaptive"))
@@ -134,6 +141,7 @@ def _thinking(name: str, value: Any) -> str | None:
     return {"enabled": "medium", "disabled": "none"}.get(kind)
 
 
+@accepts(OBJECT)
 def _output_config(name: str, value: Any) -> tuple[str | None, Any]:
     """The effort, and the JSON schema of the answer."""
     given = mapping(name, value)

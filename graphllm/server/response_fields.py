@@ -19,14 +19,16 @@ from .chat_parts import (
 )
 from .errors import ApiError
 from .fields import BEYOND, COUNT, SEED, TOP_K, Field, Unsupported, any_text, top_p_field
+from .json_shapes import OBJECT, STRING, accepts, array, fields, one_of
 from .reasoning import EFFORTS
-from .tools import Tool, checked_tools, function_tool, named_choice, text_format
+from .tools import MAX_TOOLS, Tool, checked_tools, function_tool, named_choice, text_format
 
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
+@accepts(one_of(STRING, array(OBJECT)))
 def input_field(name: str, value: Any) -> list[Message]:
     """The messages of a chat: a string is one of the user; a list has messages and other items."""
     if isinstance(value, str):
@@ -65,6 +67,7 @@ def _add_item(messages: list[Message], where: str, item: Any) -> None:
         raise unsupported_type(where, item, _ITEMS)
 
 
+@accepts(array(fields("type", "name", type={"const": "function"}, name=STRING), 0, MAX_TOOLS))
 def _tools(name: str, value: Any) -> list[Tool]:
     """A list of tools of type ``function``, whose fields are those of the tool."""
 
@@ -76,18 +79,21 @@ def _tools(name: str, value: Any) -> list[Tool]:
     return checked_tools(name, value, read)
 
 
+@accepts(OBJECT)
 def _text(name: str, value: Any) -> Any:
     """The JSON schema that ``text.format`` asks for; None for text."""
     given = mapping(name, value).get("format")
     return None if given is None else text_format(f"{name}.format", given)
 
 
+@accepts(OBJECT)
 def _reasoning(name: str, value: Any) -> str | None:
     """The effort that an object asks for, if any."""
     effort = mapping(name, value).get("effort")
     return None if effort is None else OneOf(EFFORTS)(f"{name}.effort", effort)
 
 
+@accepts(array(STRING, 0))
 def _include(name: str, value: Any) -> list[str]:
     """A list of outputs to include; those of tools that are not supported never occur."""
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):

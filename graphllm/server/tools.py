@@ -11,6 +11,7 @@ from typing import Any
 from ..arguments import flag, invalid_argument, mapping
 from ..chat.messages import normalize_messages
 from .errors import ApiError
+from .json_shapes import OBJECT, accepts, array, fields, one_of
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -18,11 +19,18 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 # As `engine.grammar` has it for JSON schemas.
 _SPACING = {"x-guidance": {"whitespace_pattern": r" |\n[ \t]{0,20}"}}
 
+_FUNCTION = fields("type", "function", type={"const": "function"}, function=OBJECT)
+CHOICE = one_of({"enum": ["none", "auto", "required"]}, OBJECT)
+_FORMATS_OF_TEXT = {"enum": ["text", "json_object", "json_schema"]}
+
 Tool = dict[str, Any]
 Messages = list[dict[str, Any]]
 
 
 # -- fields
+@accepts(
+    array(fields("type", "function", type={"const": "function"}, function=OBJECT), 0, MAX_TOOLS)
+)
 def tools_field(name: str, value: Any) -> list[Tool]:
     """A list of tools of type ``function``, as OpenAI's API has them."""
     return checked_tools(name, value, _tool)
@@ -82,12 +90,14 @@ def function_tool(where: str, value: Any, schema: str = "parameters") -> Tool:
     return {"type": "function", "function": made}
 
 
+@accepts(CHOICE)
 def tool_choice_field(name: str, value: Any) -> str | Tool:
     """``none``, ``auto``, ``required``, or an object that names a function."""
     function = value.get("function") if isinstance(value, Mapping) else None
     return named_choice(name, function if isinstance(function, Mapping) else value)
 
 
+@accepts(CHOICE)
 def named_choice(name: str, value: Any) -> str | Tool:
     """``none``, ``auto``, ``required``, or an object with the ``name`` of a function."""
     if value in ("none", "auto", "required"):
@@ -98,6 +108,7 @@ def named_choice(name: str, value: Any) -> str | Tool:
     raise ApiError(400, text, name)
 
 
+@accepts(fields("type", type=_FORMATS_OF_TEXT))
 def response_format_field(name: str, value: Any) -> Any:
     """The JSON schema that ``response_format`` asks for; None for text."""
     given = mapping(name, value)

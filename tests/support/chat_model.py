@@ -24,9 +24,9 @@ SCHEMA = {
 }
 
 
-def load(folder: Path) -> graphllm.LLM:
+def load(folder: Path, context: int = 1024) -> graphllm.LLM:
     """Load the model; its files are written to ``folder``."""
-    path = tiny.write_tiny(folder / "tiny.gguf", "llama", context=1024)
+    path = tiny.write_tiny(folder / "tiny.gguf", "llama", context=context)
     (folder / "chat.jinja").write_text(TEMPLATE)
     return graphllm.load(
         path, device="cpu", threads=1, max_sequences=8, chat_template=folder / "chat.jinja"
