@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import ApiError
 
-PUBLIC = {"/health"}  # paths that need no key
+PUBLIC = {"/", "/health"}  # paths that need no key; the chat page asks for one itself
 
 
 class KeyCheck:

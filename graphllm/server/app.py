@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,6 +18,7 @@ from ..api.async_llm import AsyncLLM
 from ..embedding import EmbeddingModel, SequenceClassifier
 from ..tokenizer import Tokenizer
 from .access import KeyCheck
+from .chat_page import chat_page
 from .completions import Completions
 from .encoder_endpoints import Embeddings, Rerank
 from .errors import ApiError, api_error, stopping
@@ -79,6 +80,7 @@ def _model_routes(llm: Model, name: str, max_body: int, metrics: Metrics) -> lis
     completions = Completions(AsyncLLM(llm), name, max_body, metrics)
     messages, llama = Messages(completions), LlamaEndpoints(completions)
     return [
+        ("GET", "/", _chat_page),
         ("POST", "/v1/chat/completions", completions.chat),
         ("POST", "/v1/completions", completions.complete),
         ("POST", "/v1/responses", Responses(completions).create),
@@ -102,6 +104,18 @@ def _document(table: Sequence[Endpoints]) -> Endpoint:
         return json_response(document)
 
     return openapi
+
+
+async def _chat_page(request: Request) -> Response:
+    """``/``: the chat page, which no other page may embed."""
+    page = chat_page()
+    headers = {
+        "content-security-policy": f"{page.policy}; frame-ancestors 'none'",
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return HTMLResponse(page.text, headers=headers)
 
 
 def _guarded(call: Endpoint) -> Endpoint:

@@ -112,7 +112,7 @@ def test_the_core_imports_no_accelerator():
 # from those before it. Imports inside functions and under TYPE_CHECKING count.
 IMPORT_ORDER = (
     "errors", "atomic_file", "version", "terminal", "progress", "env", "debug", "cache",
-    "arguments", "system_info",
+    "arguments", "system_info", "html",
     "graph",  # tensors, op declarations, rewriting
     "formats",  # block formats
     "ops",

@@ -102,8 +102,10 @@ class Browser:
             self.events.append(message)
         return message
 
-    def open(self, path: Path, width: int = 1200, height: int = 800, dark: bool = False) -> Page:
-        """A new window that shows a file, once it is loaded."""
+    def open(
+        self, address: Path | str, width: int = 1200, height: int = 800, dark: bool = False
+    ) -> Page:
+        """A new window that shows a file or a URL, once it is loaded."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         page = Page(self, target, attached["sessionId"])
@@ -111,7 +113,7 @@ class Browser:
             page.call(f"{domain}.enable")
         page.resize(width, height)
         page.colours(dark)
-        page.load(path)
+        page.load(address)
         return page
 
 
@@ -133,8 +135,9 @@ class Page:
         own = (e for e in self._browser.events if e.get("sessionId") == self._session)
         return [e["params"] for e in own if e["method"] in methods]
 
-    def load(self, path: Path) -> None:
-        self._url, seen = path.resolve().as_uri(), len(self.events("Page.loadEventFired"))
+    def load(self, address: Path | str) -> None:
+        self._url = address if isinstance(address, str) else address.resolve().as_uri()
+        seen = len(self.events("Page.loadEventFired"))
         self.call("Page.navigate", url=self._url)
         while len(self.events("Page.loadEventFired")) == seen:
             self._browser.receive()
@@ -158,7 +161,10 @@ class Page:
         self.settle()
 
     def problems(self) -> list[str]:
-        """Errors and warnings of the console, and requests that failed or went elsewhere."""
+        """Errors and warnings of the console, and requests that failed or went elsewhere.
+
+        Requests to the API of the page's own server are expected.
+        """
         found = [e["exceptionDetails"]["text"] for e in self.events("Runtime.exceptionThrown")]
         for event in self.events("Runtime.consoleAPICalled"):
             if event["type"] in ("error", "warning", "assert"):
@@ -166,7 +172,11 @@ class Page:
         found += [str(e["entry"]) for e in self.events("Log.entryAdded")]
         found += [f"failed: {e['errorText']}" for e in self.events("Network.loadingFailed")]
         requests = (e["request"]["url"] for e in self.events("Network.requestWillBeSent"))
-        return found + [f"asked for {u}" for u in requests if u not in (self._url, "data:,")]
+        own = (self._url, "data:,")
+        return found + [
+            f"asked for {url}" for url in requests
+            if url not in own and not url.startswith(f"{self._url}v1/")
+        ]  # fmt: skip
 
     def evaluate(self, script: str) -> Any:
         """The value of an expression. RuntimeError if it throws."""

@@ -1,21 +1,5 @@
-"use strict";
-
 // ------------------------------------------------------------------------------------ the document
 
-/** Set attributes and children of an element; `on...` are listeners, `--...` custom properties. */
-function fill(element, attributes, children) {
-  for (const [name, value] of Object.entries(attributes || {})) {
-    if (value === null || value === undefined || value === false) continue;
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (name.startsWith("--")) element.style.setProperty(name, value);
-    else element.setAttribute(name, value === true ? "" : value);
-  }
-  element.append(...children.flat(Infinity).filter((child) => child ?? false));
-  return element;
-}
-
-const h = (tag, attributes, ...children) =>
-  fill(document.createElement(tag), attributes, children);
 const svg = (tag, attributes, ...children) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 

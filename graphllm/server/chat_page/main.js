@@ -1,0 +1,203 @@
+// The page: conversations at the side, messages, and the field for the next question.
+
+const page = { conversation: store.conversations[0] || newConversation(), running: null };
+const byId = (id) => document.getElementById(id);
+const settings = settingsDialog();
+
+// ------------------------------------------------------------------------------------ conversations
+
+/** Show the list of conversations and the messages of the current one. */
+function showAll() {
+  const entry = (each) => h("li", {},
+    h("button", {
+      type: "button", class: "open", onclick: () => show(each),
+      "aria-current": each === page.conversation ? "page" : null,
+    }, titleOf(each)),
+    h("button", {
+      type: "button", class: "remove", onclick: () => remove(each),
+      "aria-label": `Delete ${titleOf(each)}`,
+    }, "\u00d7"));
+  byId("conversations").replaceChildren(...store.conversations.map(entry));
+  byId("messages").replaceChildren(...page.conversation.messages.map(messageElement));
+  byId("empty").hidden = page.conversation.messages.length > 0;
+}
+
+function show(conversation) {
+  stop();
+  page.conversation = conversation;
+  showAll();
+  document.body.classList.remove("listing");
+  document.scrollingElement.scrollTop = document.scrollingElement.scrollHeight;
+  byId("question").focus();
+}
+
+function remove(conversation) {
+  store.conversations = store.conversations.filter((each) => each !== conversation);
+  save();
+  if (conversation === page.conversation) show(store.conversations[0] || newConversation());
+  else showAll();
+}
+
+/** Save; a conversation is in the list once it has a question. */
+function save() {
+  const own = page.conversation;
+  if (!store.conversations.includes(own)) store.conversations.unshift(own);
+  store.conversations = store.conversations.filter((each) => each.messages.length);
+  if (!store.save()) say("The browser has no room for all conversations; the oldest will be lost.");
+}
+
+const say = (text) => { byId("status").textContent = text; };
+
+// ----------------------------------------------------------------------------------------- messages
+
+function messageElement(message, index) {
+  if (message.role === "user") return questionElement(message, () => edit(index));
+  return new AnswerElement(message, () => regenerate(index)).element;
+}
+
+/** Take a question and what follows back, to be written again. */
+function edit(index) {
+  stop();
+  const [question] = page.conversation.messages.splice(index);
+  save();
+  showAll();
+  byId("question").value = question.content;
+  resizeField();
+  byId("question").focus();
+}
+
+/** Replace an answer, without what followed it. */
+function regenerate(index) {
+  stop();
+  page.conversation.messages.splice(index);
+  showAll();
+  answer();
+}
+
+function send() {
+  const field = byId("question"), text = field.value;
+  if (!text.trim() || page.running) return;
+  page.conversation.messages.push({ role: "user", content: text });
+  field.value = "";
+  resizeField();
+  save();
+  showAll();
+  answer();
+}
+
+/** What the model is asked: system message, questions and answers. */
+function prompt() {
+  const messages = page.conversation.messages
+    .filter(({ role, content }) => role === "user" || content)
+    .map(({ role, content }) => ({ role, content }));
+  const system = String(store.settings.system || "");
+  return system ? [{ role: "system", content: system }, ...messages] : messages;
+}
+
+/** Generate the answer to the last question. */
+async function answer() {
+  const { conversation } = page, messages = prompt();
+  const message = { role: "assistant", content: "" };
+  const running = { abort: new AbortController() };
+  conversation.messages.push(message);
+  const shown = new AnswerElement(message, () => regenerate(conversation.messages.indexOf(message)));
+  keepAtEnd(() => byId("messages").append(shown.element));
+  document.scrollingElement.scrollTop = document.scrollingElement.scrollHeight;
+  page.running = running;
+  showRunning();
+  shown.begin();
+  await receive(message, shown, messages, running.abort.signal);
+  keepAtEnd(() => shown.finish());
+  if (page.running === running) page.running = null;
+  showRunning();
+  if (store.conversations.includes(conversation)) save();
+}
+
+/** Fill the message with what the server sends, or with the reason why it does not. */
+async function receive(message, shown, messages, signal) {
+  const times = { sent: performance.now(), first: 0, last: 0 };
+  try {
+    for await (const part of answerTo(messages, samplingFields(), signal)) {
+      if (part.content || part.reasoning) {
+        times.last = performance.now();
+        times.first ||= times.last;
+      }
+      if (part.content) {
+        message.content += part.content;
+        shown.text.append(part.content);
+      } else if (part.reasoning) {
+        message.reasoning = (message.reasoning || "") + part.reasoning;
+        shown.think(part.reasoning);
+      } else if (part.reason) {
+        message.reason = part.reason;
+      } else if (part.usage) {
+        message.speed = speedText(part.usage, times);
+      }
+    }
+  } catch (error) {
+    if (signal.aborted) message.stopped = true;
+    else if (error.status === 401 && (await useKey(error.message))) {
+      return receive(message, shown, messages, signal);
+    } else message.error = error.status === undefined ? "the server cannot be reached" : error.message;
+  }
+  return undefined;
+}
+
+async function useKey(why) {
+  const key = await askForKey(why);
+  if (key !== null) store.key = key;
+  return key !== null;
+}
+
+function stop() {
+  if (page.running) page.running.abort.abort();
+  page.running = null;
+  showRunning();
+}
+
+function showRunning() {
+  byId("stop").hidden = !page.running;
+  byId("send").hidden = Boolean(page.running);
+  say(page.running ? "Generating" : "");
+}
+
+// ---------------------------------------------------------------------------------------- the field
+
+function resizeField() {
+  const field = byId("question");
+  field.style.height = "auto";
+  field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight / 2)}px`;
+}
+
+async function showModel() {
+  try {
+    const { data } = await (await request("v1/models")).json();
+    byId("model").textContent = visible(data[0].id);
+    document.title = `${visible(data[0].id)}: chat`;
+  } catch (error) {
+    if (error.status === 401 && (await useKey(error.message))) return showModel();
+    say(error.status === undefined ? "The server cannot be reached." : error.message);
+  }
+  return undefined;
+}
+
+byId("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+byId("question").addEventListener("input", resizeField);
+byId("question").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+});
+addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
+});
+byId("stop").addEventListener("click", stop);
+byId("new").addEventListener("click", () => show(newConversation()));
+byId("adjust").addEventListener("click", () => settings.show());
+byId("list").addEventListener("click", () => document.body.classList.toggle("listing"));
+document.body.append(settings.dialog);
+showAll();
+showModel();
