@@ -34,6 +34,10 @@ HOSTILE = [
     "| <b>x</b> | [d](vbscript:x) |\n|---|---|\n| <svg onload=window.hacked=1> | y |",
     '```js" onclick="window.hacked=1\nx\n```',
 ]
+BILL = {"wall_ns": 2_000_000, "steps": 3, "tokens": 9, "recomputed_tokens": 0, "rows": [
+    {"name": "linear <b>q8_0</b>", "ns": 1_500_000, "bytes": 3e6, "flops": 6e6},
+    {"name": "host", "ns": 500_000}, {"name": "queue", "ns": 0},
+]}  # fmt: skip
 # Any one of them takes minutes if its time grows with the square of the length.
 LONG = [
     "`", "*", "_", "~~", "[", "![", "](", "> ", "- ", "#", "|", "\\", "a`", "` ``", "*a ", "a* ",
@@ -220,6 +224,8 @@ class Canned(http.server.BaseHTTPRequestHandler):
             for i in range(0, len(answer), 7)
         ]
         lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+        if body.get("x_profile"):
+            lines.append(f"data: {json.dumps({'choices': [], 'x_profile': BILL})}\n\n")
         self._send("text/event-stream", "".join(lines) + "data: [DONE]\n\n")
 
     def _endless(self) -> None:
@@ -257,6 +263,20 @@ def test_hostile_answers_stay_text(canned, opened):
     found = page.evaluate("[...new Set([...document.querySelectorAll('#messages *')].map("
                           "e => e.localName))].sort()")  # fmt: skip
     assert not {"script", "img", "svg", "b", "iframe"} & set(found)
+
+
+def test_the_bill_of_an_answer(canned, opened):
+    page = opened(canned)
+    page.click("#adjust")
+    page.click("#x_profile")
+    page.click("#settings .main")
+    ask(page, "0")
+    wait_for_answers(page, 1)
+    want = ["linear <b>q8_0</b>1.50075.0 %2.04.0", "host0.50025.0 %"]
+    assert texts(page, ".bill tbody tr") == want
+    assert texts(page, ".bill tfoot tr") == ["all, 3 steps, 9 tokens computed2.000100.0 %"]
+    page.load(canned)
+    assert texts(page, ".bill tbody tr") == want
 
 
 @pytest.mark.parametrize("key", ["Escape", "button"])

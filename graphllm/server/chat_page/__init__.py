@@ -11,7 +11,7 @@ from functools import cache
 from ...html.page import InlinePage, inline_page
 
 SCRIPTS = (
-    "markdown.js", "store.js", "client.js", "messages.js", "settings.js", "main.js",
+    "markdown.js", "store.js", "client.js", "bill.js", "messages.js", "settings.js", "main.js",
 )  # fmt: skip
 
 

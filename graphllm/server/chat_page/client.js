@@ -46,5 +46,6 @@ async function* answerTo(messages, settings, signal) {
       if (finish_reason) yield { reason: finish_reason };
     }
     if (event.usage) yield { usage: event.usage };
+    if (event.x_profile) yield { bill: event.x_profile };
   }
 }

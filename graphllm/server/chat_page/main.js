@@ -132,6 +132,8 @@ async function receive(message, shown, messages, signal) {
         message.reason = part.reason;
       } else if (part.usage) {
         message.speed = speedText(part.usage, times);
+      } else if (part.bill) {
+        message.bill = part.bill;
       }
     }
   } catch (error) {

@@ -68,9 +68,10 @@ class AnswerElement {
     this.thoughts = h("details", { class: "thoughts", hidden: true }, h("summary", {}, "Reasoning"),
       this.reasoning.element);
     this.cost = h("p", { class: "cost" });
+    this.bill = h("div");
     this.copy = h("button", { type: "button", onclick: () => copyText(this.copy, message.content) }, "Copy");
     this.element = h("article", { class: "answer", "aria-label": "Answer" }, this.thoughts,
-      this.text.element, this.cost,
+      this.text.element, this.cost, this.bill,
       h("div", { class: "actions" }, this.copy,
         h("button", { type: "button", class: "again", onclick: regenerate }, "Regenerate")));
     if (message.reasoning) this.think(message.reasoning);
@@ -92,7 +93,8 @@ class AnswerElement {
     this.element.removeAttribute("aria-busy");
     this.text.draw();
     this.reasoning.draw();
-    const { error, stopped, reason, speed } = this.message, parts = [];
+    const { error, stopped, reason, speed, bill } = this.message, parts = [];
+    this.bill.replaceChildren(...(bill ? [billElement(bill)] : []));
     if (error) parts.push(h("strong", { role: "alert" }, visible(error)));
     if (stopped) parts.push("stopped");
     if (reason === "length") parts.push("ended at the limit of tokens");

@@ -16,17 +16,19 @@ function settingsDialog() {
   const system = h("textarea", { id: "system", rows: 4 });
   const inputs = NUMBERS.map(([name, , min, max, step]) =>
     h("input", { id: name, type: "number", min, max, step, inputmode: "decimal" }));
+  const profile = h("input", { id: "x_profile", type: "checkbox" });
   const field = (id, label, input) => h("p", {}, h("label", { for: id }, label), input);
   const form = h("form", { method: "dialog" },
     h("h2", { id: "settings-title" }, "Settings"),
     field("system", "System message", system),
     NUMBERS.map(([name, label], i) => field(name, label, inputs[i])),
+    h("p", {}, h("label", { class: "check" }, profile, "Show what each answer cost, op by op")),
     h("p", { class: "actions" },
       h("button", { type: "button", onclick: () => form.reset() }, "Clear"),
       h("button", { type: "submit", class: "main" }, "Save")));
   const dialog = h("dialog", { id: "settings", "aria-labelledby": "settings-title" }, form);
   form.addEventListener("submit", () => {
-    const values = { system: system.value };
+    const values = { system: system.value, x_profile: profile.checked };
     NUMBERS.forEach(([name], i) => {
       if (inputs[i].value !== "") values[name] = Number(inputs[i].value);
     });
@@ -34,6 +36,7 @@ function settingsDialog() {
   });
   const show = () => {
     system.value = String(store.settings.system || "");
+    profile.checked = store.settings.x_profile === true;
     NUMBERS.forEach(([name], i) => {
       const value = store.settings[name];
       inputs[i].value = typeof value === "number" ? value : "";
@@ -46,7 +49,8 @@ function settingsDialog() {
 /** Fields of a request. */
 function samplingFields() {
   const known = NUMBERS.map(([name]) => name).filter((name) => typeof store.settings[name] === "number");
-  return Object.fromEntries(known.map((name) => [name, store.settings[name]]));
+  const profile = store.settings.x_profile === true ? { x_profile: true } : {};
+  return { ...Object.fromEntries(known.map((name) => [name, store.settings[name]])), ...profile };
 }
 
 /** Ask for the API key; the promise has it, or null if the user cancels. */

@@ -12,8 +12,11 @@ function stored(name, valid, otherwise) {
   }
 }
 
+const isBill = (value) => value && Array.isArray(value.rows) &&
+  value.rows.every((row) => row && typeof row.name === "string" && typeof row.ns === "number");
 const isMessage = (value) =>
-  value && typeof value.content === "string" && ["user", "assistant"].includes(value.role);
+  value && typeof value.content === "string" && ["user", "assistant"].includes(value.role) &&
+  (value.bill === undefined || isBill(value.bill));
 const isConversation = (value) =>
   value && typeof value.id === "string" && Array.isArray(value.messages) && value.messages.every(isMessage);
 
