@@ -217,7 +217,7 @@ class Canned(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         question = body["messages"][-1]["content"]
         if not question.isdecimal():
-            return self._endless()
+            return self._infinite()
         answer = HOSTILE[int(question)]
         events = [
             {"choices": [{"delta": {"content": answer[i : i + 7]}, "finish_reason": None}]}
@@ -228,7 +228,7 @@ class Canned(http.server.BaseHTTPRequestHandler):
             lines.append(f"data: {json.dumps({'choices': [], 'x_profile': BILL})}\n\n")
         self._send("text/event-stream", "".join(lines) + "data: [DONE]\n\n")
 
-    def _endless(self) -> None:
+    def _infinite(self) -> None:
         event = 'data: {"choices": [{"delta": {"content": "on and "}}]}\n\n'
         self._send("text/event-stream", event)
         try:
@@ -283,7 +283,7 @@ def test_the_bill_of_an_answer(canned, opened):
 def test_stop_closes_the_connection(canned, opened, key):
     Canned.closed.clear()
     page = opened(canned)
-    ask(page, "endless")
+    ask(page, "on")
     wait(page, "document.querySelector('.answer > .text').textContent.length > 20")
     if key == "button":
         page.click("#stop")
