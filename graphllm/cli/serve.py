@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ..api import LLM
     from ..embedding import EmbeddingModel, SequenceClassifier
 
+# How long the event loop and the engine's thread wait for each other's Python code at most.
+_SWITCH_INTERVAL_S = 0.0005
 _MODULES = ("prometheus_client", "starlette", "uvicorn")
 
 
@@ -81,6 +84,7 @@ def serve(
     where = f"[{address}]" if ":" in address else address
     line = f"{escape_control(name)} is served at http://{where}:{own_port}/v1"
     app = create_app(llm, name, keys, max_body)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     Server(app, bound, lambda: note(line), shutdown_timeout).run_until_stopped()
     llm.close()
 
