@@ -215,7 +215,7 @@ class ChatAnswer(Answer):
 
 def matched_stop(tokenizer: Tokenizer, done: Completion, stops: Sequence[str]) -> str | None:
     """Return the stop string that ended an answer, if one did."""
-    if done.finish_reason != "stop":
+    if done.finish_reason != "stop" or not stops:
         return None
     # The tokens of the stop string belong to `ids`.
     rest = tokenizer.decode(done.ids, continuation=True)[len(done.text) :]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,16 +84,9 @@ class BlockAnswer(Answer):
 
     def reasoning_tokens(self, done: Completion) -> int:
         """Return how many tokens of the answer are reasoning, with what precedes it."""
-        reasoning = sum(len(block.text) for block in self.blocks if block.kind == REASONING)
-        if not reasoning:
-            return 0
-
-        def reasoned(count: int) -> int:
-            return self._chat_text.reasoning_length(
-                self.tokenizer.decode(done.ids[:count], continuation=True)
-            )
-
-        return bisect_left(range(len(done.ids)), reasoning, key=reasoned)
+        size = sum(len(block.text) for block in self.blocks if block.kind == REASONING)
+        stream = self.tokenizer.stream(continuation=True)
+        return self._chat_text.reasoning_tokens(map(stream.push, done.ids), size)
 
     # -- as `Answer`
     def whole(self, prompts: Sequence[Completion]) -> Object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -130,9 +130,20 @@ class ChatText:
             made["tool_calls"] = [{"index": call.index, **_call(call)} for call in calls]
         return made, self._finish(answer, finish) if finish is not None else None
 
-    def reasoning_length(self, text: str) -> int:
-        """Return the number of characters of reasoning in an answer that may go on."""
-        return len(self._parser().push(text, last=True)[0])
+    def reasoning_tokens(self, texts: Iterable[str], size: int) -> int:
+        """Return how many of an answer's tokens have its reasoning, and what precedes it.
+
+        Args:
+            texts: texts of the tokens.
+            size: characters of reasoning in the whole answer.
+        """
+        parser, count, found = self._parser(), 0, 0
+        for text in texts:
+            if found >= size:
+                break
+            count += 1
+            found += len(parser.push(text, last=False)[0])
+        return count
 
     def _wanted(self, parts: list[ToolCall]) -> list[ToolCall]:
         """Return the parts of the first call alone if there may not be several."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arguments import Integer, OneOf, Real, flag, mapping
@@ -12,7 +12,6 @@ from .chat_parts import (
     arguments,
     as_list,
     as_object,
-    assistant,
     joined_text,
     malformed,
     string,
@@ -35,7 +34,6 @@ from .tools import MAX_TOOLS, Tool, checked_tools, function_tool, named_choice, 
 
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_USER, _ASSISTANT = ("text", "tool_result"), ("text", "thinking", "tool_use")
 
 
 @accepts(array(fields("role", "content", role={"enum": ["user", "assistant"]},
@@ -52,54 +50,64 @@ def messages_field(name: str, value: Any) -> list[Message]:
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list):
             raise malformed(f"{where}.content", "a string or a list of blocks")
-        before = len(messages)
-        for at, block in enumerate(blocks):
-            place = f"{where}.content[{at}]"
-            add = _add_user_block if role == "user" else _add_assistant_block
-            add(messages, before, place, as_object(place, block))
+        read = _user_messages if role == "user" else _assistant_message
+        messages += read([(f"{where}.content[{at}]", block) for at, block in enumerate(blocks)])
     if not messages or messages[-1]["role"] == "assistant":
         text = f"{name} must end with a message of the user that is not empty"
         raise ApiError(400, text, name)
     return messages
 
 
-def _add_user_block(
-    messages: list[Message], before: int, where: str, block: Mapping[str, Any]
-) -> None:
-    """Add a block of a message of the user; ``before``: number of the messages before it."""
-    kind = block.get("type")
-    if kind == "tool_result":
-        own = string(f"{where}.tool_use_id", block.get("tool_use_id"))
-        text = joined_text(f"{where}.content", block.get("content") or "", ("text",))
-        if block.get("is_error"):
-            text = f"Error: {text}"
-        messages.append({"role": "tool", "tool_call_id": own, "content": text})
-    elif kind == "text":
-        text = string(f"{where}.text", block.get("text"))
-        if len(messages) > before and messages[-1]["role"] == "user":
-            messages[-1]["content"] += f"\n{text}"
+Places = Sequence[tuple[str, Any]]  # blocks after their places in the request
+
+
+def _user_messages(blocks: Places) -> list[Message]:
+    """Return the messages of a user's blocks: results of tools, and texts between them."""
+    messages: list[Message] = []
+    texts: list[str] = []  # of the last message
+
+    def end_text() -> None:
+        if texts:
+            messages.append({"role": "user", "content": "\n".join(texts)})
+            texts.clear()
+
+    for where, value in blocks:
+        block = as_object(where, value)
+        if block.get("type") == "text":
+            texts.append(string(f"{where}.text", block.get("text")))
+        elif block.get("type") == "tool_result":
+            end_text()
+            own = string(f"{where}.tool_use_id", block.get("tool_use_id"))
+            text = joined_text(f"{where}.content", block.get("content") or "", ("text",))
+            if block.get("is_error"):
+                text = f"Error: {text}"
+            messages.append({"role": "tool", "tool_call_id": own, "content": text})
         else:
-            messages.append({"role": "user", "content": text})
-    else:
-        raise unsupported_type(where, block, _USER)
+            raise unsupported_type(where, block, ("text", "tool_result"))
+    end_text()
+    return messages
 
 
-def _add_assistant_block(
-    messages: list[Message], before: int, where: str, block: Mapping[str, Any]
-) -> None:
-    """Add a block of a message of the assistant."""
-    message = assistant(messages, () if len(messages) > before else ("role",))
-    kind = block.get("type")
-    if kind == "text":
-        message["content"] += string(f"{where}.text", block.get("text"))
-    elif kind == "thinking":
-        text = string(f"{where}.thinking", block.get("thinking"))
-        message["reasoning_content"] = message.get("reasoning_content", "") + text
-    elif kind == "tool_use":
-        own, name = (string(f"{where}.{key}", block.get(key)) for key in ("id", "name"))
-        add_call(message, own, name, arguments(f"{where}.input", block.get("input")))
-    else:
-        raise unsupported_type(where, block, _ASSISTANT)
+def _assistant_message(blocks: Places) -> list[Message]:
+    """Return the message of an assistant's blocks."""
+    texts, thoughts = list[str](), list[str]()
+    message: Message = {"role": "assistant"}
+    for where, value in blocks:
+        block = as_object(where, value)
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(string(f"{where}.text", block.get("text")))
+        elif kind == "thinking":
+            thoughts.append(string(f"{where}.thinking", block.get("thinking")))
+        elif kind == "tool_use":
+            own, name = (string(f"{where}.{key}", block.get(key)) for key in ("id", "name"))
+            add_call(message, own, name, arguments(f"{where}.input", block.get("input")))
+        else:
+            raise unsupported_type(where, block, ("text", "thinking", "tool_use"))
+    message["content"] = "".join(texts)
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    return [message]
 
 
 @accepts(one_of(STRING, array(fields("type", "text", type={"const": "text"}, text=STRING), 0)))
