@@ -12,11 +12,13 @@ from .harmony import HarmonyParser, is_harmony
 from .reasoning import BEGIN, END, ReasoningParser
 from .tool_call_parser import ToolCall, ToolCallParser
 from .tools import (
+    SHORT_IDS,
     Messages,
     Tool,
     call_grammar,
     find_format,
     with_parsed_arguments,
+    with_short_ids,
     with_tool_texts,
     without_tools,
 )
@@ -207,6 +209,8 @@ def chat_messages(
 ) -> tuple[list[Any], Object]:
     """Return the messages of a chat for its template, and further variables of the template."""
     parsed = with_parsed_arguments(messages)
+    if SHORT_IDS in template:
+        parsed = with_short_ids(parsed)
     if tools is not None:
         return tools.prompt(parsed)
     results = any(isinstance(each, Mapping) and each.get("role") == "tool" for each in parsed)

@@ -12,6 +12,7 @@ from .tools import ToolFormat
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
+_NAMED_HEAD = re.compile(r"([a-zA-Z0-9_-]+)\s*(?=\{)")
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 _FIRST_KEY = re.compile(r'\{\s*"([^"]*)"')
 
@@ -90,6 +91,8 @@ class ToolCallParser:
 
     def _opening(self, last: bool) -> bool:
         """The beginning of an answer that may be calls as a whole."""
+        if self._form.named:
+            return self._opening_name(last)
         shown, opening = "".join(self._rest.split()), self._form.begin + "{"
         if shown.startswith(opening):
             at = self._rest.index("{")
@@ -100,6 +103,21 @@ class ToolCallParser:
             self._state = self._passing
             return True
         return False
+
+    def _opening_name(self, last: bool) -> bool:
+        """As `_opening`, of calls without an object around them; also what follows a call."""
+        shown = self._rest.lstrip()
+        found = _NAMED_HEAD.match(shown)
+        if found is not None and found[1] in self._names:
+            self._begun, self._rest, self._state = self._rest[: -len(shown)], shown, self._head
+            return True
+        name = shown.rstrip()
+        if not last and any(each.startswith(name) for each in self._names):
+            return False
+        if self.calls and not shown:  # white space after a call is no text
+            return False
+        self._state = self._passing
+        return True
 
     def _passing(self, last: bool) -> bool:
         """Text up to the end."""
@@ -112,7 +130,7 @@ class ToolCallParser:
         rest = self._rest.lstrip()
         self._begun += self._rest[: len(self._rest) - len(rest)]
         self._rest = rest
-        found = _HEAD.match(rest)
+        found = (_NAMED_HEAD if self._form.named else _HEAD).match(rest)
         if found is not None:
             if found[1] not in self._names:
                 return self._not_a_call()
@@ -159,6 +177,8 @@ class ToolCallParser:
             return False
         self.calls += 1
         self._scanner, self._state, self._in_text = _ValueScanner(depth=1), self._closing, False
+        if self._form.named:
+            self._state = self._opening_name
         return True
 
     def _scanned(self) -> tuple[str, bool]:

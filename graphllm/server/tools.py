@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 _SPACING = {"x-guidance": {"whitespace_pattern": r" |\n[ \t]{0,20}"}}
 
 _FUNCTION = fields("type", "function", type={"const": "function"}, function=OBJECT)
+SHORT_IDS = "length != 9"  # in templates that refuse ids of other lengths
 CHOICE = one_of({"enum": ["none", "auto", "required"]}, OBJECT)
 _FORMATS_OF_TEXT = {"enum": ["text", "json_object", "json_schema"]}
 
@@ -145,6 +147,7 @@ class ToolFormat:
         key: key of the arguments.
         listed: whether the calls are one JSON list.
         anywhere: whether text may precede the calls.
+        named: whether a call is the name and the arguments, without an object around them.
     """
 
     name: str
@@ -153,10 +156,13 @@ class ToolFormat:
     key: str = "arguments"
     listed: bool = False
     anywhere: bool = False
+    named: bool = False
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", anywhere=True)  # Qwen, too
 MISTRAL = ToolFormat("mistral", "[", "]", listed=True)  # after the control token [TOOL_CALLS]
+# Each call follows [TOOL_CALLS], its arguments [ARGS]: both control tokens.
+MISTRAL_NAMED = ToolFormat("mistral named", "", "", named=True)
 LLAMA3 = ToolFormat("llama3", "", "", key="parameters")
 
 HARMONY = ToolFormat("harmony", "", "")  # gpt-oss; see `harmony.HarmonyParser`
@@ -165,7 +171,8 @@ HARMONY = ToolFormat("harmony", "", "")  # gpt-oss; see `harmony.HarmonyParser`
 _FORMATS: tuple[tuple[str, ToolFormat | None], ...] = (
     ("<arg_key>", None),  # GLM
     ("<function=", None),  # Qwen3-Coder
-    ("[ARGS]", None),  # Mistral from version 11 of its tokenizer on
+    ("[CALL_ID]", None),  # Mistral, versions 11 and 12 of its tokenizer
+    ("[ARGS]", MISTRAL_NAMED),
     ("<｜tool▁call▁begin｜>", None),  # DeepSeek
     ("<|channel|>", HARMONY),
     ("<tool_call>", HERMES),
@@ -257,6 +264,26 @@ def _parsed(where: str, message: Any) -> Any:
     return {**message, "tool_calls": made}
 
 
+def with_short_ids(messages: list[Any]) -> list[Any]:
+    """Return the messages with ids of calls that Mistral's templates accept; see `SHORT_IDS`."""
+    return [_with_short_ids(each) if isinstance(each, Mapping) else each for each in messages]
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
+    made = dict(message)
+    if isinstance(own := made.get("tool_call_id"), str):
+        made["tool_call_id"] = _short_id(own)
+    if calls := made.get("tool_calls"):
+        made["tool_calls"] = [{**call, "id": _short_id(str(call.get("id")))} for call in calls]
+    return made
+
+
+def _short_id(own: str) -> str:
+    """Return an id that is accepted as it is, or 9 characters that stand for it."""
+    accepted = len(own) == 9 and own.isascii() and own.isalnum()
+    return own if accepted else hashlib.sha256(own.encode("utf-8", "replace")).hexdigest()[:9]
+
+
 # -- grammars
 def call_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool) -> str:
     """Return the Lark grammar of answers that call one of ``tools``, or several times if so."""
@@ -267,6 +294,8 @@ def call_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool) -> str:
         if form is HARMONY:
             head = f"<|channel|>commentary to=functions.{own['name']} <|constrain|>json<|message|>"
             tail, several = "", False  # the token <|call|> ends the answer
+        elif form.named:
+            head, tail = own["name"], ""
         schema = json.dumps({**own["parameters"], **_SPACING})
         rules.append(f"call_{index}: {json.dumps(head)} %json {schema} {tail}")
     some = " | ".join(f"call_{index}" for index in range(len(tools)))
@@ -276,6 +305,8 @@ def call_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool) -> str:
         begin, end = json.dumps(form.begin + "\n"), json.dumps("\n" + form.end)
         one = f"{begin} call {end}"
         start = f'{one} ("\\n" {one})*' if several else one
+    elif form.named:
+        start = "call+" if several else "call"
     else:
         start = 'call (";" " "? call)*' if several else "call"
     return "\n".join([f"start: {start}", f"call: {some}", *rules])

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from graphllm.server.chat_text import chat_messages
 from graphllm.server.harmony import HarmonyParser
 from graphllm.server.reasoning import ReasoningParser
 from graphllm.server.tool_call_parser import ToolCallParser
@@ -14,6 +15,7 @@ from graphllm.server.tools import (
     HERMES,
     LLAMA3,
     MISTRAL,
+    MISTRAL_NAMED,
     ToolFormat,
     call_grammar,
     find_format,
@@ -64,6 +66,14 @@ def parse(form: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str
     (MISTRAL, f"[ {TURNED} ]", "", [("add", {"a": 2})]),
     (MISTRAL, '[{"id": 1}]', '[{"id": 1}]', []),
     (MISTRAL, "[INST] a [1]", "[INST] a [1]", []),
+    (MISTRAL_NAMED, 'add{"a": 1, "text": "} \\" ]é</tool_call>"}', "", [ADD]),
+    (MISTRAL_NAMED, ' add {"a": 2}\nget_time{} ', "", [("add", {"a": 2}), TIME]),
+    (MISTRAL_NAMED, 'get_time{}add is {x}', "add is {x}", [TIME]),
+    (MISTRAL_NAMED, "add it {", "add it {", []),
+    (MISTRAL_NAMED, "addition{}", "addition{}", []),
+    (MISTRAL_NAMED, "get_ti", "get_ti", []),
+    (MISTRAL_NAMED, " ", " ", []),
+    (MISTRAL_NAMED, 'rm{"a": 1}', 'rm{"a": 1}', []),
     (LLAMA3, ONE.replace("arguments", "parameters"), "", [ADD]),
     (LLAMA3, f"{TWO}; {ONE}", "", [TIME, ADD]),
     (LLAMA3, '{"name": "Ada", "age": 3}', '{"name": "Ada", "age": 3}', []),
@@ -131,7 +141,7 @@ def test_arguments_come_as_they_are_written():
     assert (part.index, part.name, part.arguments) == (0, "", ": 1") and not parser.calls
 
 
-@pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA3])
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, MISTRAL_NAMED, LLAMA3])
 @pytest.mark.parametrize("several", [False, True])
 def test_grammars_give_calls_that_are_parsed(form, several):
     """Texts that the grammar accepts are calls, and others are refused."""
@@ -158,6 +168,8 @@ def test_grammars_give_calls_that_are_parsed(form, several):
     call = f'{{"name": "add", "{form.key}": {{"a": 1}}}}'
     if form is MISTRAL:
         one, two = f"[{call}]", f"[{call}, {call}]"
+    elif form is MISTRAL_NAMED:
+        one, two = 'add{"a": 1}', 'add{"a": 1}add{"a": 1}'
     else:
         begin, end = (f"{form.begin}\n", f"\n{form.end}") if form.begin else ("", "")
         one = begin + call + end
@@ -171,6 +183,7 @@ def test_grammars_give_calls_that_are_parsed(form, several):
 def test_formats_of_templates():
     assert find_format("{% if tools %}<tool_call>{% endif %}") == (HERMES, True)
     assert find_format("tools [TOOL_CALLS]") == (MISTRAL, True)
+    assert find_format("tools [TOOL_CALLS] [ARGS]") == (MISTRAL_NAMED, True)
     assert find_format("tools <|python_tag|>") == (LLAMA3, True)
     assert find_format("{{ messages }}") == (HERMES, False)
     with pytest.raises(Exception, match=r"format of tool calls of this model \(<arg_key>\) is not"):
@@ -193,3 +206,19 @@ def test_calls_and_results_as_text():
         "role": "user",
         "content": "<tool_response>\n2\n</tool_response>\n<tool_response>\nbye\n</tool_response>",
     }
+
+
+def test_ids_for_templates_that_want_nine_characters():
+    template = "tool [TOOL_CALLS] {% if message.id|length != 9 %}"
+    call = {"id": "call_123456789", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "assistant", "tool_calls": [call, {**call, "id": "abcdefghi"}]},
+        {"role": "tool", "tool_call_id": "call_123456789", "content": "2"},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "2"},
+    ]
+    (called, *results), _ = chat_messages(messages, None, template)
+    ids = [call["id"] for call in called["tool_calls"]]
+    assert ids == [result["tool_call_id"] for result in results]
+    assert ids[1] == "abcdefghi" and len(ids[0]) == 9 and ids[0].isalnum()
+    (called, *_), _ = chat_messages(messages, None, "tool [TOOL_CALLS]")
+    assert called["tool_calls"][0]["id"] == "call_123456789"
