@@ -1,4 +1,4 @@
-"""HTTP server with the API of OpenAI, on Starlette and uvicorn (extra ``serve``).
+"""HTTP server with the APIs of OpenAI and Anthropic, on Starlette and uvicorn (extra ``serve``).
 
 `app` builds the ASGI application of a loaded model, `run_server` serves it. Nothing else in
 graphllm imports this package but the verb ``serve``.
