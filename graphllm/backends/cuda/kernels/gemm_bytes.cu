@@ -2,7 +2,9 @@
 //
 // EIGHT_BITS, GROUPED: see element_types.cuh. GATED: half of the columns are of one matrix and the other half
 // the same rows of a second one; the result is act(first) * second. COLUMNS: rows of the matrices that a
-// block multiplies at a time, which are columns of the result. STAGES: tiles of the depth in shared memory.
+// block multiplies at a time, which are columns of the result. STAGES: tiles of the depth in shared memory. PROMOTED:
+// tiles of the depth whose products tensor cores add before the result is added to float32 sums; 0: all. They
+// add products of e4m3 with few bits.
 //
 // A thread block computes one tile of the result after the other. One thread of its last warpgroup requests
 // the factors by the copy engine, up to STAGES ahead, also for the next tile while the present one is stored;
@@ -23,10 +25,8 @@
 #define ROWS (COLUMNS / (1 + GATED))  // of a matrix
 #define CLUSTER 2
 #define BOX (COLUMNS / CLUSTER)  // rows of a tensor map's tile
-// Tensor cores add products of e4m3 with few bits, so that those of a tile are added to sums in float32.
-#define PROMOTED (EIGHT_BITS == E4M3)
 #define SUMS (COLUMNS / 2)  // of a thread
-#define TOGETHER 8          // pairs of results whose residuals are requested together
+#define TOGETHER 8          // pairs of results whose scales and residuals are requested together
 
 struct Stage {
     u8 w[COLUMNS][DEPTH], x[TOKENS][DEPTH];
@@ -110,9 +110,23 @@ __device__ __forceinline__ void release(u64* empty) {
     if (threadIdx.x % WARP < CLUSTER) arrive(empty, threadIdx.x % WARP);
 }
 
+// Start the products of a stage; run by a warpgroup. ADD: see wgmma.cuh.
+template <bool ADD> __device__ __forceinline__ void multiply(Shared& s, const Place& place, int group, Sum (&c)[SUMS]) {
+    const Stage& from = s.stages[place.stage];
+    wait_barrier(&s.full[place.stage], place.parity);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < DEPTH / 32; i++) {
+        const u64 x = factor((const u16*)from.x[64 * group], i), w = factor((const u16*)from.w, i);
+        if (ADD || i) multiply_shared64<COLUMNS>(c, x, w);
+        else multiply_shared64<COLUMNS, false>(c, x, w);
+    }
+    commit_products();
+}
+
 #if PROMOTED
 // Add the products of a stage to the sums, scaled if GROUPED. token_scales: of the thread's two tokens.
-__device__ __forceinline__ void promote(float (&sums)[SUMS], float (&c)[SUMS], const Stage& from,
+__device__ __forceinline__ void promote(float (&sums)[SUMS], const float (&c)[SUMS], const Stage& from,
                                         const float (&token_scales)[2]) {
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; j++) {
@@ -121,17 +135,53 @@ __device__ __forceinline__ void promote(float (&sums)[SUMS], float (&c)[SUMS], c
 #endif
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float &sum = sums[4 * j + i], &product = c[4 * j + i];
+            float &sum = sums[4 * j + i], product = c[4 * j + i];
 #if GROUPED
             sum = fmaf(product, __fmul_rn(token_scales[i / 2], i % 2 ? w.y : w.x), sum);
 #else
             sum += product;
 #endif
-            product = 0;
         }
     }
 }
 #endif
+
+// Multiply a tile of results.
+__device__ __forceinline__ void multiply_tile(Shared& s, Place& place, int group, int k,
+                                              const float* const (&scales_of)[2], Sum (&sums)[SUMS]) {
+#if PROMOTED
+    float c[SUMS];
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) sums[i] = 0;
+#else
+    Sum(&c)[SUMS] = sums;
+#endif
+#pragma unroll 1
+    for (int at = 0; at < k;) {
+        const int end = PROMOTED ? min(k, at + PROMOTED * DEPTH) : k;
+        int previous = place.stage;  // whose products may be in flight
+#if PROMOTED
+        const int scale = at / DEPTH;
+        const float scales[2] = {GROUPED ? scales_of[0][scale] : 1, GROUPED ? scales_of[1][scale] : 1};
+#endif
+        multiply<false>(s, place, group, c);
+        place.advance(), at += DEPTH;
+#pragma unroll 1
+        for (; at < end; at += DEPTH, place.advance()) {
+            multiply<true>(s, place, group, c);
+            wait_products<1>();
+            release(&s.empty[previous]);
+            previous = place.stage;
+        }
+        wait_products<0>();
+#pragma unroll
+        for (int i = 0; i < SUMS; i += 4) asm volatile("" : SUMS_OF(c, i));
+#if PROMOTED
+        promote(sums, c, s.stages[previous], scales);
+#endif
+        release(&s.empty[previous]);
+    }
+}
 
 // Two adjacent floats of a row, of which the second may be beyond it.
 __device__ __forceinline__ float2 load_two(const float* from, bool both) {
@@ -147,48 +197,72 @@ __device__ __forceinline__ void store_two(float* to, float2 v, bool both) {
     }
 }
 
-// A pair of sums with the scales of the token and of their rows, see small_batch_results.cuh, and with bias.
-__device__ __forceinline__ float2 scaled(const Matrix& m, int row, bool both, Sum a, Sum b, float token) {
-    float2 v = make_float2((float)a, (float)b);
-#if !GROUPED
-    const float2 scales = load_two((const float*)m.w.b + row, both);
-    v.x = __fmul_rn(v.x, __fmul_rn(scales.x, token)), v.y = __fmul_rn(v.y, __fmul_rn(scales.y, token));
-#endif
-    if (m.bias) v.x += m.bias[row], v.y += both ? m.bias[row + 1] : 0;
-    return v;
-}
+// What two adjacent rows of a matrix contribute to their results.
+struct RowPair {
+    float2 scale, bias;
 
-// Store the thread's sums of a token; `sums` are those of row `row` and the next one, then of the eighth row
-// after these, and so on, four apart.
-__device__ __forceinline__ void store(const Matrix& m, const Matrix& up, int row, int token, float scale,
-                                      const Sum* sums, int act) {
-    float* y = (float*)(m.y + token * m.y_stride);
-#if !GATED
-    const float* residual = (const float*)(m.residual + token * m.residual_stride);
+    __device__ __forceinline__ void load(const Matrix& m, int row, bool both) {
+#if !GROUPED
+        scale = load_two((const float*)m.w.b + row, both);
 #endif
+        if (m.bias) bias = load_two(m.bias + row, both);
+    }
+    // A pair of sums with the scales of the token and of the rows, see small_batch_results.cuh, and with bias.
+    __device__ __forceinline__ float2 scaled(const Matrix& m, Sum a, Sum b, float token) const {
+        float2 v = make_float2((float)a, (float)b);
+#if !GROUPED
+        v.x = __fmul_rn(v.x, __fmul_rn(scale.x, token)), v.y = __fmul_rn(v.y, __fmul_rn(scale.y, token));
+#endif
+        if (m.bias) v.x += bias.x, v.y += bias.y;
+        return v;
+    }
+};
+
+// Store the thread's sums of token `token` and the eighth one after it, which have `scales`. Of the sums of a token,
+// four apart, the first pair is of row `row` and the next one, the second of the eighth row after these, and so on.
+// What results need is loaded before any is stored: the compiler cannot tell that stores do not change it.
+__device__ __forceinline__ void store(const Matrix& m, const Matrix& up, int row, int token, int tokens,
+                                      const float (&scales)[2], const Sum (&sums)[SUMS], int act) {
 #pragma unroll
     for (int first = 0; first < ROWS / 8; first += TOGETHER) {
-#if !GATED
-        float2 before[TOGETHER];
+        RowPair rows[TOGETHER];
+#if GATED
+        RowPair others[TOGETHER];
+#else
+        float2 before[2][TOGETHER];
+#endif
 #pragma unroll
         for (int j = 0; j < TOGETHER; j++) {
             const int r = row + 8 * (first + j);
-            if (m.residual && r < m.rows) before[j] = load_two(residual + r, r + 1 < m.rows);
-        }
-#endif
-#pragma unroll
-        for (int j = 0; j < TOGETHER; j++) {
-            const int r = row + 8 * (first + j), at = 4 * (first + j);
-            if (r >= m.rows) return;
+            if (r >= m.rows) continue;
             const bool both = r + 1 < m.rows;
-            float2 v = scaled(m, r, both, sums[at], sums[at + 1], scale);
+            rows[j].load(m, r, both);
 #if GATED
-            const float2 other = scaled(up, r, both, sums[at + SUMS / 2], sums[at + SUMS / 2 + 1], scale);
-            v.x = activate(act, v.x) * other.x, v.y = activate(act, v.y) * other.y;
+            others[j].load(up, r, both);
 #else
-            if (m.residual) v.x += before[j].x, v.y += before[j].y;
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (m.residual && token + 8 * i < tokens)
+                    before[i][j] = load_two((const float*)(m.residual + (token + 8 * i) * m.residual_stride) + r, both);
 #endif
-            store_two(y + r, v, both);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (token + 8 * i >= tokens) continue;
+            float* y = (float*)(m.y + (token + 8 * i) * m.y_stride);
+#pragma unroll
+            for (int j = 0; j < TOGETHER; j++) {
+                const int r = row + 8 * (first + j), at = 4 * (first + j) + 2 * i;
+                if (r >= m.rows) continue;
+                float2 v = rows[j].scaled(m, sums[at], sums[at + 1], scales[i]);
+#if GATED
+                const float2 other = others[j].scaled(up, sums[at + SUMS / 2], sums[at + SUMS / 2 + 1], scales[i]);
+                v.x = activate(act, v.x) * other.x, v.y = activate(act, v.y) * other.y;
+#else
+                if (m.residual) v.x += before[i][j].x, v.y += before[i][j].y;
+#endif
+                store_two(y + r, v, r + 1 < m.rows);
+            }
         }
     }
 }
@@ -207,58 +281,13 @@ __device__ __forceinline__ void compute(Shared& s, const u8* x, i64 x_stride, co
 #pragma unroll
         for (int i = 0; i < 2; i++)
             scales_of[i] = (const float*)(x + min(token + 8 * i, tokens - 1) * x_stride + k);
-        Sum c[SUMS];
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) c[i] = 0;
-#if PROMOTED
-        float sums[SUMS];
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) sums[i] = 0;
-#else
-        Sum(&sums)[SUMS] = c;
-        int previous = -1;  // stage whose products may be in flight
-#endif
-#pragma unroll 1
-        for (int at = 0; at < k; at += DEPTH, place.advance()) {
-            const Stage& from = s.stages[place.stage];
-#if GROUPED
-            const float scales[2] = {*scales_of[0]++, *scales_of[1]++};
-#elif PROMOTED
-            const float scales[2] = {};
-#endif
-            wait_barrier(&s.full[place.stage], place.parity);
-            begin_products();
-#pragma unroll
-            for (int i = 0; i < DEPTH / 32; i++)
-                multiply_shared64<COLUMNS>(c, factor((const u16*)from.x[64 * group], i),
-                                           factor((const u16*)from.w, i));
-            commit_products();
-#if PROMOTED
-            wait_products<0>();
-#pragma unroll
-            for (int i = 0; i < SUMS; i += 4) asm volatile("" : SUMS_OF(c, i));
-            promote(sums, c, from, scales);
-            release(&s.empty[place.stage]);
-#else
-            wait_products<1>();
-            if (previous >= 0) release(&s.empty[previous]);
-            previous = place.stage;
-#endif
-        }
-#if !PROMOTED
-        wait_products<0>();
-#pragma unroll
-        for (int i = 0; i < SUMS; i += 4) asm volatile("" : SUMS_OF(c, i));
-        release(&s.empty[previous]);
-#endif
+        const float token_scales[2] = {*scales_of[0], *scales_of[1]};
+        Sum sums[SUMS];
+        multiply_tile(s, place, group, k, scales_of, sums);
         Matrix m = all.m[0];
         if (!GATED && tile.matrix == 1) m = all.m[1];
         if (!GATED && tile.matrix == 2) m = all.m[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            if (token + 8 * i < tokens)
-                store(m, all.m[1], tile.row + own_row, token + 8 * i, GROUPED ? 1 : *scales_of[i], sums + 2 * i,
-                      act);
+        store(m, all.m[1], tile.row + own_row, token, tokens, token_scales, sums, act);
     }
 }
 

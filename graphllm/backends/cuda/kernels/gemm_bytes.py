@@ -16,6 +16,8 @@ from .weight_packing import planes
 _TOKENS, _THREADS = 128, 384  # of a block
 _CLUSTER = 2  # blocks that share weights
 _COLUMNS, _STAGES = 128, 6  # of a tile; tiles of the depth in shared memory
+_PROMOTED = 4  # of these whose products tensor cores add without scales
+_E4M3 = 2  # as in element_types.cuh
 _SCALES_NBYTES = 1024  # of a stage
 
 
@@ -27,9 +29,11 @@ def _shared_nbytes(kind: DType) -> int:
 
 def kernel(kind: DType, gated: bool = False) -> Function:
     """The kernel for a weight format."""
+    macros = element_macros(kind)
+    promoted = 1 if macros["GROUPED"] else _PROMOTED if macros["EIGHT_BITS"] == _E4M3 else 0
     made = module(
-        "gemm_bytes", **element_macros(kind), GATED=int(gated), COLUMNS=_COLUMNS, STAGES=_STAGES,
-        SHARED=_shared_nbytes(kind),
+        "gemm_bytes", **macros, GATED=int(gated), COLUMNS=_COLUMNS, STAGES=_STAGES,
+        PROMOTED=promoted, SHARED=_shared_nbytes(kind),
     )  # fmt: skip
     return made["gemm_bytes"]
 

@@ -58,12 +58,15 @@ __device__ __forceinline__ void end_products() {
 }
 
 // Sum 4 * j + i of a lane is for row lane / 4 + 8 * (i / 2) of its warp's sixteen and column
-// 8 * j + lane % 4 * 2 + i % 2.
-template <int WIDTH> __device__ __forceinline__ void multiply_shared64(Sum* c, u64 a, u64 b);
+// 8 * j + lane % 4 * 2 + i % 2. ADD: the products are added to the sums, which they replace otherwise.
+template <int WIDTH, bool ADD = true> __device__ __forceinline__ void multiply_shared64(Sum* c, u64 a, u64 b);
 
-#define MULTIPLY_SHARED(WIDTH, SUMS, FACTORS, ...) \
-    template <> __device__ __forceinline__ void multiply_shared64<WIDTH>(Sum* c, u64 a, u64 b) { \
-        asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;" \
+#define MULTIPLY_SHARED(WIDTH, ...) \
+    MULTIPLY_SHARED_AS(WIDTH, true, "eq", __VA_ARGS__) \
+    MULTIPLY_SHARED_AS(WIDTH, false, "ne", __VA_ARGS__)
+#define MULTIPLY_SHARED_AS(WIDTH, ADD, RELATION, SUMS, FACTORS, ...) \
+    template <> __device__ __forceinline__ void multiply_shared64<WIDTH, ADD>(Sum* c, u64 a, u64 b) { \
+        asm volatile("{.reg .pred p; setp." RELATION ".b32 p, 0, 0;" \
                      "wgmma.mma_async.sync.aligned.m64n" #WIDTH WGMMA_TYPES \
                      " {" SUMS "}, " FACTORS ", p" WGMMA_FACTORS ";}" \
                      : __VA_ARGS__ : "l"(a), "l"(b)); \
