@@ -73,7 +73,9 @@ class BenchGrid:
     ] = "0"
     kv_types: Annotated[
         str,
-        Option("--kv-type", metavar=_LIST, help="Type of the KV cache: f32, f16, q8_0 or q4_0."),
+        Option(
+            "--kv-type", metavar=_LIST, help="Type of the KV cache: f32, f16, q8_0, q4_0 or fp8."
+        ),
     ] = ""
     repeat: Annotated[
         int, Option("-r", "--repetitions", help="Number of timed runs of each test.")

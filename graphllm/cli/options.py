@@ -51,7 +51,7 @@ KvType = Annotated[
     str | None,
     Option(
         "--kv-type",
-        help="Type of the KV cache: f32, f16, q8_0 or q4_0 (not on GPUs); f16 by default, f32 on "
+        help="Type of the KV cache: f32, f16, q8_0, q4_0 or fp8; f16 by default, f32 on "
         "the reference backend.",
     ),
 ]

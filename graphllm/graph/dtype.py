@@ -64,8 +64,7 @@ I16 = _plain("i16", np.int16)
 I32 = _plain("i32", np.int32)
 I64 = _plain("i64", np.int64)
 
-CACHED = ("f32", "f16", "q8_0", "q4_0")  # dtypes of a KV cache
-GPU_CACHED = CACHED[:3]  # those that GPUs store
+CACHED = ("f32", "f16", "q8_0", "q4_0", "fp8")  # dtypes of a KV cache
 
 
 def dtype(name: str | DType) -> DType:

@@ -27,7 +27,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..compiler import fusion
 from ..engine.kv_memory import check_kv_memory, kv_blocks
 from ..errors import PlacementError, RequestError
-from ..graph.dtype import CACHED, GPU_CACHED
+from ..graph.dtype import CACHED
 from ..model.batch import Limits
 from ..model.config import EncoderConfig
 from ..model.decoder import Decoder
@@ -173,14 +173,9 @@ def graph_limits(context: int, kv_type: str | None, device: str, max_sequences: 
 
     On a GPU, decoding leaves at least seven eighths of a step to prompts, which it prefills faster
     in long steps. On the CPU they would only delay the sequences that decode.
-
-    RequestError: GPUs do not store this dtype.
     """
     kind = kv_type or ("f32" if device == "reference" else "f16")
     gpu = device == "cuda" or (device == "auto" and registry.find("cuda").available()[0])
-    if gpu and kind not in GPU_CACHED:
-        known = ", ".join(GPU_CACHED)
-        raise RequestError(f"kv_type = {kind!r} needs device = 'cpu'; GPUs have {known}", "kv_type")
     tokens = Limits.block * -(-8 * max_sequences // Limits.block) if gpu else 0
     return Limits(max(Limits.tokens, tokens), max_sequences, context, kv_dtype=kind)
 

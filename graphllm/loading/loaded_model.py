@@ -173,7 +173,7 @@ class LoadedModel:
             max_sequences: maximum number of requests that are computed at once; others wait.
             kv_memory: bytes of the KV cache, which all requests share; ``auto``: enough for
                 ``max_sequences`` of full length, or half of the memory that the weights leave free.
-            kv_type: dtype of the KV cache: f32, f16, q8_0 or q4_0 (not on GPUs); f16 by default
+            kv_type: dtype of the KV cache: f32, f16, q8_0, q4_0 or fp8; f16 by default
                 (f32 on the reference backend).
             linear: matrix products with quantised weights: ``integer`` (activations are quantised,
                 too), ``float``, or ``auto``.

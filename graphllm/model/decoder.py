@@ -125,6 +125,12 @@ class Decoder(DecoderBlocks):
         """Raise RequestError if the KV cache dtype does not fit the head size."""
         kind, mla = dtype(limits.kv_dtype), self.cfg.attention.mla
         widths = {s[-1] for group in self.caches for s in group.entries.values()}
+        if mla and kind.tail:
+            raise RequestError(
+                f"kv_type = {kind.name!r} is not supported for latent attention: its values are "
+                "columns of the keys, without a scale of their own",
+                "kv_type",
+            )
         if mla:
             widths.add(mla.rank)  # the columns that are values as well
         for width in sorted(widths):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from ..formats.legacy import Q4_0, Q8_0
 from ..formats.quantization import Blocks
+from ..formats.row_format import FP8
 from ..graph.dtype import CACHED, F16, F32, I32, DType
 from ..graph.op import (
     ATTENTION,
@@ -30,6 +30,7 @@ from ..graph.op import (
     require,
 )
 from ..graph.tensor import Env, Meta
+from .kv_cache import row_nbytes
 from .packed_attention import (
     SCORE_BYTES,
     attend,
@@ -87,7 +88,7 @@ def _cost(
     start = max(0, visible / tokens - (each + 1) / 2) if tokens else 0  # cached tokens before
     pairs, keys = _visible_pairs(start, each, window)
     pools = (k, v) if v.contiguous else (k,)  # otherwise v is a slice of k
-    row = sum(prod(pool.inner) // pool.dtype.block * pool.dtype.nbytes for pool in pools)
+    row = sum(map(row_nbytes, pools))
     small = sum(m.nbytes for m in (q_start, kv_len, table, *rest) if m is not None)
     flops = 2 * pairs * sequences * q.dims[1] * (q.dims[2] + v.dims[2])
     return Cost(flops, q.nbytes + out.nbytes + keys * sequences * row + small)
@@ -254,8 +255,8 @@ def _made(
             *grid(_made, batch=[_LONG], feature=(({}, ()), *_FEATURES), kind=_KINDS),
             *grid(_made, batch=[_FEW], feature=_LONG_FEATURES, kind=_KINDS),
             *grid(_made, batch=_BATCHES, shape=_BLOCK_SHAPES, kind=(Q8_0,)),
-            *grid(_made, batch=_BATCHES[-3:], shape=_BLOCK_SHAPES, kind=(Q4_0,)),
-            *grid(_made, batch=[_FEW], feature=_LONG_FEATURES, kind=(Q4_0,)),
+            *grid(_made, batch=_BATCHES[-3:], shape=_BLOCK_SHAPES, kind=(Q4_0, FP8)),
+            *grid(_made, batch=[_FEW], feature=_LONG_FEATURES, kind=(Q4_0, FP8)),
             *grid(_made, batch=_BATCHES, shape=_MLA, kind=_KINDS, values=["leading"]),
             *grid(
                 _made,
@@ -286,9 +287,10 @@ def attention(
 ) -> np.ndarray:  # fmt: skip
     """Softmax attention of packed queries over paged keys and values, with grouped heads.
 
-    q [T, H, D] f32; k [slots, Hkv, D], v [slots, Hkv, Dv] f32, f16, q8_0 or q4_0 (H a multiple of
-    Hkv; head h reads kv head h // (H / Hkv)); q_start [S + 1], kv_len [S], table [S, B] i32 ->
-    [T, H, Dv] f32. With one kv head, v may be a view of the first Dv columns of k's pool.
+    q [T, H, D] f32; k [slots, Hkv, D], v [slots, Hkv, Dv] f32, f16, q8_0, q4_0 or fp8 (H a multiple
+    of Hkv; head h reads kv head h // (H / Hkv)); q_start [S + 1], kv_len [S], table [S, B] i32 ->
+    [T, H, Dv] f32. With one kv head, v may be a view of the first Dv columns of k's pool, but not
+    in fp8.
 
     Sequence s owns the queries q_start[s]..q_start[s+1], the last of its kv_len[s] tokens. Its key
     j is pool row table[s, j // block] * block + j % block. The query at position p attends to keys

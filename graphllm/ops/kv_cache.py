@@ -10,6 +10,7 @@ import numpy as np
 from ..formats.activations import ACT_TINY
 from ..formats.legacy import Q4_0, Q8_0
 from ..formats.quantization import Blocks, quantise
+from ..formats.row_format import FP8, ROW_FORMATS
 from ..graph.dtype import CACHED, F16, F32, I32, DType
 from ..graph.op import (
     Arg,
@@ -39,7 +40,13 @@ def _write_infer(pool: Meta, x: Meta, slot: Meta) -> Meta:
 
 
 def _write_cost(out: Meta, pool: Meta, x: Meta, slot: Meta, *, env: Env) -> Cost:
-    return Cost(0, x.nbytes + slot.nbytes + x.size // pool.dtype.block * pool.dtype.nbytes)
+    return Cost(0, x.nbytes + slot.nbytes + x.dims[0] * row_nbytes(pool))
+
+
+def row_nbytes(pool: Meta) -> int:
+    """Return the bytes of one slot of a KV pool."""
+    *heads, width = pool.inner
+    return prod(heads) * pool.dtype.row_nbytes(width)
 
 
 def _extremes(rng: Rng, shape: Shape) -> np.ndarray:
@@ -87,7 +94,7 @@ def _write_sample(
                 _write_sample,
                 rows=(0, 1, 7),
                 inner=((1, 32), (2, 96)),
-                kind=(Q8_0, Q4_0),
+                kind=(Q8_0, Q4_0, FP8),
                 layout=("contiguous", "strided"),
                 values=(None, _extremes),
             ),
@@ -97,10 +104,11 @@ def _write_sample(
 def kv_write(pool: Any, x: np.ndarray, slot: np.ndarray) -> None:
     """Store rows in the pool: pool[slot[t]] = x[t], rounded to the pool's dtype.
 
-    pool [slots, H, D] f32, f16, q8_0 or q4_0 (written in place, and the result), x [T, H, D] f32,
-    slot [T] i32. A negative slot writes nothing; the other slots of one call are distinct. q8_0 and
-    q4_0 (D in whole blocks) are quantised as by `quantise`, except that a block with all values
-    below 2**-100 becomes zero, and a block with NaN or infinity gets a NaN scale.
+    pool [slots, H, D] f32, f16, q8_0, q4_0 or fp8 (written in place, and the result), x [T, H, D]
+    f32, slot [T] i32. A negative slot writes nothing; the other slots of one call are distinct.
+    q8_0 and q4_0 (D in whole blocks) are quantised as by `quantise`, except that a block with all
+    values below 2**-100 becomes zero, and a block with NaN or infinity gets a NaN scale. fp8 has
+    one scale for the D elements of a head, and the same exceptions.
     """
     keep = slot >= 0
     if isinstance(pool, Blocks):
@@ -113,6 +121,8 @@ def kv_write(pool: Any, x: np.ndarray, slot: np.ndarray) -> None:
 
 def _quantised(x: np.ndarray, kind: DType) -> np.ndarray:
     """Quantise rows of arbitrary floats to uint8 [rows, row_bytes]."""
+    if kind.name in ROW_FORMATS:
+        return ROW_FORMATS[kind.name].encode(x)
     blocks = x.reshape(-1, kind.block)
     size = np.abs(blocks).max(axis=-1, keepdims=True, initial=0)
     finite = np.isfinite(size)  # the maximum of a block with NaN is NaN
@@ -138,8 +148,8 @@ def _copy_infer(pool: Meta, source: Meta, target: Meta, *, block: int) -> Meta:
 def _copy_cost(
     out: Meta, pool: Meta, source: Meta, target: Meta, *, env: Env, block: int
 ) -> Cost:  # fmt: skip
-    row = prod(pool.inner) // pool.dtype.block * pool.dtype.nbytes
-    return Cost(0, source.nbytes + target.nbytes + 2 * source.size * block * row)
+    copied = source.size * block * row_nbytes(pool)
+    return Cost(0, source.nbytes + target.nbytes + 2 * copied)
 
 
 def _copy_sample(rows: int, inner: Shape, kind: DType, block: int) -> Sample:
@@ -176,7 +186,11 @@ def _copy_sample(rows: int, inner: Shape, kind: DType, block: int) -> Sample:
                 block=(1, 8),
             ),
             *grid(
-                _copy_sample, rows=(0, 1, 7), inner=((1, 32), (2, 96)), kind=(Q8_0,), block=(1, 8)
+                _copy_sample,
+                rows=(0, 1, 7),
+                inner=((1, 32), (2, 96)),
+                kind=(Q8_0, FP8),
+                block=(1, 8),
             ),
         ]
     ),

@@ -272,7 +272,7 @@ def test_prompt_from_file_and_standard_input(model, tmp_path):
         (["run", "MODEL", "-p", "x", "--device", "abacus"], "unknown backend 'abacus'"),
         (
             ["run", "MODEL", "-p", "x", "--kv-type", "q3"],
-            "kv_type = 'q3' must be f32, f16, q8_0 or q4_0",
+            "kv_type = 'q3' must be f32, f16, q8_0, q4_0 or fp8",
         ),
         (["run", "MODEL", "-p", "x", "--place", "abc"], "must be PATTERN=BACKEND"),
         (["run", "MODEL", "-p", "x", "--place", "a.*=cpu"], "no node of the model matches 'a.*'"),

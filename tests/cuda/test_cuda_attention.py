@@ -6,7 +6,7 @@ import pytest
 from cuda_cases import need_gpu, run_bounded
 from op_runs import report
 
-from graphllm.graph.dtype import GPU_CACHED, dtype
+from graphllm.graph.dtype import CACHED, dtype
 from graphllm.ops.attention import _FEATURES, PackedBatch, _sample
 
 pytestmark = pytest.mark.cuda
@@ -49,7 +49,7 @@ def tolerance(kind, batch) -> float:
     return 4e-3 if kind != "f32" and batch.block >= 16 else 0.0
 
 
-@pytest.mark.parametrize("kind", GPU_CACHED)
+@pytest.mark.parametrize("kind", CACHED)
 @pytest.mark.parametrize("heads, width", SHAPES)
 @pytest.mark.parametrize("batches", [FEW, MANY], ids=["few", "many"])
 def test_attention(batches, heads, width, kind):

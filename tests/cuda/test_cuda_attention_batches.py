@@ -9,6 +9,8 @@ import pytest
 from cuda_cases import need_gpu
 
 from graphllm import ops
+from graphllm.formats.quantization import quantise
+from graphllm.graph.dtype import dtype
 from graphllm.graph.tensor import Var, feed, state, weight
 from graphllm.profiler.record import Recorder
 from graphllm.runtime.executor import Executor
@@ -42,15 +44,11 @@ class Cache:
         self.pools = {name: self._pool(rng) for name in "kv"}
 
     def _pool(self, rng) -> np.ndarray:
-        if self.kind != "q8_0":
-            shape = (SLOTS, self.heads[1], self.depth)
-            return rng.standard_normal(shape).astype(np.float16 if self.kind == "f16" else "f4")
-        blocks = np.empty((SLOTS, self.heads[1] * self.depth // 32, 34), np.uint8)
-        blocks[..., :2] = (
-            rng.uniform(0.002, 0.03, blocks.shape[:2]).astype("f2")[..., None].view("u1")
-        )
-        blocks[..., 2:] = rng.integers(0, 256, (*blocks.shape[:2], 32), np.uint8)
-        return blocks.reshape(SLOTS, -1)
+        shape, kind = (SLOTS, self.heads[1], self.depth), dtype(self.kind)
+        if not kind.quantised:
+            return rng.standard_normal(shape).astype(kind.numpy)
+        some = quantise(rng.standard_normal((512, self.depth)).astype(np.float32), kind)
+        return some[rng.integers(0, len(some), SLOTS * self.heads[1])].reshape(SLOTS, -1)
 
     def run(
         self, parts: list[Part], tokens: int, sequences: int, recorder: Recorder | None = None
@@ -98,6 +96,12 @@ CASES = {
     "f16, window of many tiles": ((2, 1), 64, "f16", {"window": 3000}),
     "q8_0": ((8, 2), 128, "q8_0", {}),
     "q8_0, depth 256": ((2, 1), 256, "q8_0", {"window": 100}),
+    "q8_0, slots of 34 words": ((3, 1), 128, "q8_0", {}),
+    "q4_0": ((8, 2), 128, "q4_0", {}),
+    "q4_0, depth 64": ((7, 1), 64, "q4_0", {"block": 16}),
+    "fp8": ((8, 4), 128, "fp8", {}),
+    "fp8, depth 256": ((4, 1), 256, "fp8", {"window": 100}),
+    "fp8, depth 96": ((4, 2), 96, "fp8", {"softcap": 5.0}),
     "f32": ((4, 2), 64, "f32", {}),
     "f16, other shape": ((4, 2), 80, "f16", {"window": 300}),
 }

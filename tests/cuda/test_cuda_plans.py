@@ -24,7 +24,7 @@ from graphllm.checkpoints.model_shapes import MIX, SHAPES, TYPES
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.formats import BLOCK_FORMATS, WEIGHT_FORMATS
 from graphllm.formats.quantization import Blocks
-from graphllm.graph.dtype import GPU_CACHED, dtype
+from graphllm.graph.dtype import CACHED, dtype
 from graphllm.graph.tensor import Var, feed, weight
 from graphllm.loading.load import build_decoder
 from graphllm.model.decoder import Limits
@@ -64,7 +64,7 @@ def test_models_use_known_modules_only(shape, capability, paper):
     """Plans of one, few and many tokens; one shape is tested with all weight formats."""
     device, cut = paper(capability), replace(SHAPES[shape], layers=2, vocab=512)
     kinds = TYPES if shape == ALL else (MIX, "f16")
-    for kind, cache in [*((kind, "f16") for kind in kinds), *((MIX, kind) for kind in GPU_CACHED)]:
+    for kind, cache in [*((kind, "f16") for kind in kinds), *((MIX, kind) for kind in CACHED)]:
         file = Empty(cut, kind)
         llm = LLM(file, build_decoder(file), {"backends": ("cuda",)}, Limits(kv_dtype=cache))
         for tokens in (1, 2, 4, 7, 16, 512):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tiny_models as tiny
+from random_models import decoder
 from windowed_model import (
     CONTEXT,
     IDS,
@@ -19,6 +20,7 @@ import graphllm
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.engine.request import Sampling
 from graphllm.errors import RequestError
+from graphllm.graph.dtype import CACHED
 from graphllm.loading.load import build_decoder, graph_limits
 from graphllm.model.decoder import Limits
 
@@ -39,7 +41,7 @@ def test_a_windowed_group_keeps_only_its_window(path):
     assert engine.limits.kept(WINDOW) == 6 and engine.limits.kept(0) == 15
 
 
-@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", CACHED)
 def test_rings_chunks_and_threads_give_identical_bits(path, kind, monkeypatch):
     """Full pools or rings, any chunking, one or two threads."""
     ring = make_engine(path, threads=2, kv_dtype=kind)
@@ -107,14 +109,16 @@ def nmse(have, want):
     return float(((have - want) ** 2).sum() / (want**2).sum())
 
 
-@pytest.mark.parametrize(("kind", "most"), [("f16", 1e-6), ("q8_0", 1e-3), ("q4_0", 0.2)])
+@pytest.mark.parametrize(
+    ("kind", "most"), [("f16", 1e-6), ("q8_0", 1e-3), ("q4_0", 0.2), ("fp8", 1e-2)]
+)
 def test_cache_dtypes_stay_near_f32(path, kind, most):
     want = logits(make_engine(path))
     for backends in (("cpu", "reference"), ("reference",)):
         assert 0 < nmse(logits(make_engine(path, backends=backends, kv_dtype=kind)), want) < most
 
 
-@pytest.mark.parametrize(("kind", "most"), [("q8_0", 1e-7), ("q4_0", 1e-5)])
+@pytest.mark.parametrize(("kind", "most"), [("q8_0", 1e-7), ("q4_0", 1e-5), ("fp8", 1e-5)])
 def test_blocks_are_the_same_on_the_reference(path, kind, most):
     """Scores differ in their last bits, which may round a key of a later layer otherwise."""
     have, want = (
@@ -124,7 +128,7 @@ def test_blocks_are_the_same_on_the_reference(path, kind, most):
     assert nmse(have, want) < most
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "fp8"])
 def test_blocks_must_be_whole(tmp_path, kind):
     file = tiny.write_llama(tmp_path / "m.gguf", tiny.llama_weights())  # heads of 10
     with pytest.raises(RequestError) as caught:
@@ -132,10 +136,11 @@ def test_blocks_must_be_whole(tmp_path, kind):
     assert f"kv_type = '{kind}'" in str(caught.value) and "head size is 10" in str(caught.value)
 
 
-def test_gpus_have_fewer_dtypes():
-    with pytest.raises(RequestError, match="kv_type = 'q4_0' needs device = 'cpu'; GPUs have f32"):
-        graph_limits(64, "q4_0", "cuda")
-    assert graph_limits(64, "q4_0", "cpu").kv_dtype == "q4_0"
+def test_latent_attention_refuses_row_scales():
+    """Its values are columns of the keys, which share a scale with the other columns."""
+    model = decoder("deepseek_v2", 0, "f32")
+    with pytest.raises(RequestError, match="kv_type = 'fp8' is not supported for latent attention"):
+        model.check_cache(Limits(kv_dtype="fp8"))
 
 
 @pytest.mark.realmodel

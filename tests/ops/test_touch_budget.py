@@ -149,15 +149,13 @@ def test_a_block_format_is_a_declaration_and_a_snippet(example_format):
 
 # Files that choose a format for a purpose of their own. A new format need not be named there.
 CHOICES = {
-    "graphllm/backends/cpu/kernels/attention_vectors.py": "KV cache",
     "graphllm/backends/cpu/kernels/kv_cache.py": "KV cache",
+    "graphllm/backends/cpu/kernels/pool_elements.py": "KV cache",
     "graphllm/backends/cpu/runtime/probe_kernels.py": "a comment on the smallest integers",
-    "graphllm/backends/cuda/kernels/attention.py": "KV cache",
-    "graphllm/backends/cuda/kernels/attention_decode.cu": "KV cache",
     "graphllm/backends/cuda/kernels/attention_generic.cu": "KV cache",
+    "graphllm/backends/cuda/kernels/attention_pool_floats.cuh": "KV cache",
     "graphllm/backends/cuda/kernels/attention_pools.cuh": "KV cache",
     "graphllm/backends/cuda/kernels/attention_split_kv.cu": "KV cache",
-    "graphllm/backends/cuda/kernels/attention_tiled.cu": "KV cache",
     "graphllm/backends/cuda/kernels/experts.py": "launch shapes tuned for some formats",
     "graphllm/backends/cuda/kernels/gemv_shapes.py": "launch shapes tuned for some formats",
     "graphllm/backends/cuda/kernels/kv_cache.cuh": "KV cache",

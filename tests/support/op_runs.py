@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import cache
-from math import prod
 
 import numpy as np
 from cases import SPARE, Case, Group, groups, mismatch
@@ -13,6 +12,7 @@ from graphllm import ops
 from graphllm.backends import Options
 from graphllm.compiler.placement import CALL
 from graphllm.graph.tensor import Meta
+from graphllm.ops.kv_cache import row_nbytes
 from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
@@ -103,7 +103,7 @@ def sentinels(meta: Meta) -> np.ndarray:
     """Fill rows with sentinel values; bytes for a block format."""
     if meta.dtype.numpy is not None:
         return np.full(meta.shape, SENTINEL, meta.dtype.numpy)
-    return np.full((meta.rows, meta.dtype.row_nbytes(prod(meta.inner))), SENTINEL, np.uint8)
+    return np.full((meta.rows, row_nbytes(meta)), SENTINEL, np.uint8)
 
 
 def report(wrong: list[str]) -> str:

@@ -242,7 +242,11 @@ def _mix(logits, sink, rows):
 
 def kv_write(pool, x, slot):
     for t, row in enumerate(slot):
-        if row >= 0 and isinstance(pool, Blocks):
+        if row >= 0 and isinstance(pool, Blocks) and pool.dtype.name == "fp8":
+            k = pool.elements
+            raw = quantise_act(x[t], "f8_row").raw  # e4m3, the scale, zeros
+            pool.raw[row] = raw[:, : k + 4]
+        elif row >= 0 and isinstance(pool, Blocks):
             encode = {"q8_0": _q8_0, "q4_0": _q4_0}[pool.dtype.name]
             data = b"".join(map(encode, x[t].reshape(-1, 32)))
             pool.raw[row] = np.frombuffer(data, np.uint8).reshape(pool.raw.shape[1:])

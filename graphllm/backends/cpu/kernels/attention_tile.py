@@ -34,7 +34,8 @@ from .attention_arguments import (  # fmt: skip
     totals_address,
     unpacked_address,
 )
-from .attention_vectors import PREFETCH_KEYS, READERS, S_ROW, SPLIT_KEYS, TILE_KEYS
+from .attention_vectors import PREFETCH_KEYS, S_ROW, SPLIT_KEYS, TILE_KEYS
+from .pool_elements import READERS
 from .softmax_vectors import softmax_row
 
 MINUS_INF, _ONE_BITS = np.float32(float("-inf")), f32_bits(1.0)

@@ -10,13 +10,12 @@ float32 in memory instead of in registers, as the conversion is exact.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from ....graph.dtype import DTYPES
 from ..runtime.isa import isa
-from ..runtime.lazy_numba import cgutils, int64, intrinsic, ir, resolve, types
-from ..simd.emitter import F16, F32, F32S, I8, I32S, I64, LANES, Emitter, Value
+from ..runtime.lazy_numba import int64, intrinsic, ir, types
+from ..simd.emitter import F32S, I64, LANES, Emitter, Value
+from .pool_elements import READERS, ElementReader
 
 SPLIT_KEYS = 256  # keys of a split, the unit of the online softmax
 S_ROW = SPLIT_KEYS * 4  # bytes of a row of scores
@@ -41,80 +40,6 @@ def tuple_intrinsic(emit: Callable[..., Value | None], count: int, result: Any =
         return (result or types.none)(types.UniTuple(int64, count)), generate
 
     return run
-
-
-# ------------------------------------------------------------------------------------------ readers
-
-
-def _load_f32(e: Emitter, address: Value) -> list[Value]:
-    return [e.load(address, F32S)]
-
-
-def _load_f16(e: Emitter, address: Value) -> list[Value]:
-    return [e.load_f16(address, 2 * LANES * i) for i in range(2)]
-
-
-def _load_q8_0(e: Emitter, address: Value) -> list[Value]:
-    """A block is d:f16 and 32 int8. Products have at most 18 bits, so they are exact."""
-    scale = e.b.fpext(e.splat(e.load(address, F16)), F32S)
-    found = []
-    for i in range(2):
-        q = e.load(address, ir.VectorType(I8, LANES), 2 + LANES * i)
-        found.append(e.mul(e.to_f32(e.b.sext(q, I32S)), scale))
-    return found
-
-
-def _load_q4_0(e: Emitter, address: Value) -> list[Value]:
-    """A block is d:f16 and 16 bytes, whose low halves are elements 0 to 15. Products are exact."""
-    scale = e.b.fpext(e.splat(e.load(address, F16)), F32S)
-    q = e.b.zext(e.load(address, ir.VectorType(I8, LANES), 2), I32S)
-    halves = e.mask(q, 15), e.shr(q, 4)
-    return [e.mul(e.to_f32(e.b.sub(half, e.i32(8))), scale) for half in halves]
-
-
-@dataclass(frozen=True)
-class ElementReader:
-    """How elements of a KV pool are converted to float32.
-
-    Attributes:
-        unit: elements that are converted together.
-        nbytes: bytes of a unit.
-        load_unit: emits the conversion of a unit to vectors.
-        element: type of an element of a plain format, whose rows may end in a part of a unit; None
-            for block formats.
-    """
-
-    unit: int
-    nbytes: int
-    load_unit: Callable[[Emitter, Value], list[Value]]
-    element: Any = None
-
-    @property
-    def vectors(self) -> int:
-        return self.unit // LANES
-
-    def load_partial(self, e: Emitter, address: Value, count: Value) -> list[Value]:
-        """Load the first ``count`` elements of a unit, followed by zeros.
-
-        Memory beyond them is not read, as it may hold NaN.
-        """
-        element = resolve(self.element)
-        kind = ir.VectorType(element, self.unit)
-        place = cgutils.alloca_once(e.b, kind)
-        e.b.store(ir.Constant(kind, None), place)
-        first = e.b.bitcast(place, element.as_pointer())
-        with e.loop(count) as loop:
-            offset = e.times(loop.index, self.nbytes // self.unit)
-            e.b.store(e.load(e.at(address, offset), element), e.b.gep(first, [loop.index]))
-        return self.load_unit(e, e.b.ptrtoint(place, I64))
-
-
-READERS = {
-    "f32": ElementReader(LANES, 4 * LANES, _load_f32, F32),
-    "f16": ElementReader(2 * LANES, 4 * LANES, _load_f16, F16),
-    "q8_0": ElementReader(DTYPES["q8_0"].block, DTYPES["q8_0"].nbytes, _load_q8_0),
-    "q4_0": ElementReader(DTYPES["q4_0"].block, DTYPES["q4_0"].nbytes, _load_q4_0),
-}
 
 
 def shuffle(e: Emitter, x: Value, y: Value, lanes: list[int]) -> Value:
@@ -175,11 +100,12 @@ def _unpack_row(
     rest: Value,
     out: Value,
 ) -> None:
+    scale = reader.scale_of(e, row, units)
     with e.loop(units) as step:
         offset = e.times(step.index, reader.nbytes)
         e.prefetch(e.at(ahead, offset))
         there = e.at(out, e.times(step.index, 4 * reader.unit))
-        _store_all(e, reader.load_unit(e, e.at(row, offset)), there)
+        _store_all(e, reader.load_scaled(e, e.at(row, offset), scale), there)
     if reader.element is not None:
         with e.b.if_then(_positive(e, rest)):
             source = e.at(row, e.times(units, reader.nbytes))
@@ -247,6 +173,7 @@ class _ScoreTile:
     def emit(self, q: Value, q_stride: Value, blocks: Value, s: Value) -> None:
         """Emit the scores of all blocks of rows at ``q``, to the columns at ``s``."""
         e, reader, height = self.e, self.reader, self.height
+        scales = [reader.scale_of(e, key, self.units) for key in self.keys]
         with e.loop(blocks) as block:
             first = e.b.mul(block.index, e.times(q_stride, height))
             rows = [e.at(q, first, e.times(q_stride, i)) for i in range(height)]
@@ -255,7 +182,8 @@ class _ScoreTile:
                 offset = e.times(step.index, reader.nbytes)
                 for key in self.ahead:
                     e.prefetch(e.at(key, offset))
-                loaded = [reader.load_unit(e, e.at(k, offset)) for k in self.keys]
+                addresses = [e.at(key, offset) for key in self.keys]
+                loaded = [reader.load_scaled(e, *x) for x in zip(addresses, scales)]
                 _multiply(e, rows, e.times(step.index, 4 * reader.unit), loaded, sums)
             if reader.element is not None:
                 with e.b.if_then(_positive(e, self.rest)):
@@ -309,12 +237,12 @@ def _values(reader: ElementReader, height: int) -> Callable[..., None]:
         columns = _ColumnStrip(e, reader, height, *operands)
         with e.loop(blocks) as block:
             with e.loop(strips) as column:
-                columns.emit(block.index, e.times(column.index, strip), strip, None)
+                columns.emit(block.index, e.times(column.index, strip), strip, None, units)
             with e.loop(e.b.sub(units, done)) as column:
-                columns.emit(block.index, e.b.add(done, column.index), 1, None)
+                columns.emit(block.index, e.b.add(done, column.index), 1, None, units)
             if reader.element is not None:
                 with e.b.if_then(_positive(e, rest)):
-                    columns.emit(block.index, units, 1, rest)
+                    columns.emit(block.index, units, 1, rest, units)
 
     return emit
 
@@ -327,8 +255,13 @@ class _ColumnStrip:
         self.s, self.values, self.first, self.last = operands[:4]
         self.total, self.total_stride, self.old, self.new = operands[4:]
 
-    def emit(self, block: Value, start: Value, units: int, rest: Value | None) -> None:
-        """Emit ``units`` of columns from unit ``start`` on, or only ``rest`` elements of it."""
+    def emit(
+        self, block: Value, start: Value, units: int, rest: Value | None, row_units: Value
+    ) -> None:
+        """Emit ``units`` of columns from unit ``start`` on, or only ``rest`` elements of it.
+
+        ``row_units``: whole units of a row.
+        """
         e, reader, count = self.e, self.reader, units * self.reader.vectors
         sums = _zeros(e, self.height * count)
         weights = e.at(self.s, e.times(block, self.height * S_ROW), e.times(self.first, 4))
@@ -336,14 +269,14 @@ class _ColumnStrip:
         offset = e.times(start, reader.nbytes)
         with e.loop(e.b.sub(self.last, self.first)) as key:
             at = e.at(keys, e.times(key.index, 8))
-            row, ahead = (
-                e.at(e.load(at, I64), offset),
-                e.at(e.load(at, I64, 8 * PREFETCH_KEYS), offset),
-            )
+            whole_row = e.load(at, I64)
+            row, ahead = e.at(whole_row, offset), e.at(e.load(at, I64, 8 * PREFETCH_KEYS), offset)
             for line in range(0, units * reader.nbytes, _LINE):
                 e.prefetch(ahead, line)
             if rest is None:
-                units_of = [reader.load_unit(e, e.at(row, u * reader.nbytes)) for u in range(units)]
+                scale, nbytes = reader.scale_of(e, whole_row, row_units), reader.nbytes
+                places = [e.at(row, u * nbytes) for u in range(units)]
+                units_of = [reader.load_scaled(e, place, scale) for place in places]
             else:
                 units_of = [reader.load_partial(e, row, rest)]
             loaded = [vector for unit in units_of for vector in unit]

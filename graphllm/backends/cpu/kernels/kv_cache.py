@@ -16,6 +16,7 @@ from ..runtime.lazy_numba import int64, ir
 from ..simd.emitter import F16, F32, F32S, I8, I32, I32S, LANES, Emitter, Value
 from .attention_vectors import tuple_intrinsic
 from .elementwise import thread_range
+from .quantize_rows import largest_size, quantise_run
 
 _Q8, _Q4 = DTYPES["q8_0"], DTYPES["q4_0"]  # blocks of two vectors
 _TINY_BITS, _INF_BITS = 0x0D800000, 0x7F800000  # bits of 2**-100 and of infinity
@@ -115,9 +116,22 @@ _CONVERSIONS = {  # elements of a unit, its bytes, and the function that emits i
 }
 
 
+@helper
+def _convert_fp8(target, source, width, head):
+    """Convert each head to e4m3 and the float32 scale of the head; see `_row_converter`."""
+    for i in range(width // head):
+        x, y = source + 4 * i * head, target + i * (head + 4)
+        quantise_run("f32", 1, x, head, largest_size("f32", x, head), y, y + head)
+
+
 @cache
 def _row_converter(kind: str) -> Any:
-    """A helper ``move(target, source, width)``: float32 at an address as elements of ``kind``."""
+    """A helper ``convert(target, source, width, head)``: float32 at an address as ``kind``.
+
+    ``width``: elements of a row, in heads of ``head`` elements.
+    """
+    if kind == "fp8":
+        return _convert_fp8
     unit, nbytes, code = _CONVERSIONS[kind]
     whole, half, rest = (
         tuple_intrinsic(lambda e, *at: code(e, *at), 2),
@@ -126,7 +140,7 @@ def _row_converter(kind: str) -> Any:
     )
 
     @helper
-    def convert(target, source, width):
+    def convert(target, source, width, head):
         units = width // unit
         for i in range(units):
             whole((source + 4 * unit * i, target + nbytes * i))
@@ -150,6 +164,7 @@ class StoreArgs(NamedTuple):
     slots: int  # int32 [rows], negative: the row is not stored
     rows: int  # address of the live count
     width: int
+    head: int  # elements of a head
 
 
 _read_store = argument_reader(StoreArgs)
@@ -166,7 +181,7 @@ def _store(kind: str) -> Kernel:
         for row in range(first, last):
             slot = int64(i32s(a.slots)[row])
             if slot >= 0:
-                convert(a.pool + slot * a.pool_stride, a.x + row * a.x_stride, a.width)
+                convert(a.pool + slot * a.pool_stride, a.x + row * a.x_stride, a.width, a.head)
 
     return store
 
@@ -185,8 +200,8 @@ def store(
         rows: address of the live count of rows.
         overlaps_previous: see `Launch`.
     """
-    width = prod(pool.meta.inner)
-    block = StoreArgs(pool.address, pool.row_stride, x, x_stride, slots.address, rows, width)
+    width, head = prod(pool.meta.inner), pool.meta.inner[-1]
+    block = StoreArgs(pool.address, pool.row_stride, x, x_stride, slots.address, rows, width, head)
     return Launch(_store(pool.dtype.name), block, overlaps_previous)
 
 

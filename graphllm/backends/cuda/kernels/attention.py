@@ -13,7 +13,7 @@ The keys of a query are divided into splits, whose results attention_merge.cu me
 from __future__ import annotations
 
 from ....backends.alignment import aligned
-from ....graph.dtype import GPU_CACHED
+from ....graph.dtype import CACHED, dtype
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
@@ -37,6 +37,7 @@ _SPAN = 256  # elements of a row of which a thread of that kernel holds eight
 _TARGET_BLOCKS = 264  # thread blocks that about fill a GPU
 _TENSOR_SPLIT, _SCALAR_SPLIT = 256, 64  # least keys of a split
 _MAX_SPLITS, _MAX_SLOTS = 32, 72  # of a token; the former as in attention.cuh
+_MOST_SHARED, _OTHER_SHARED = 228 << 10, 6 << 10  # bytes of a multiprocessor, and of a block
 _SLOTS_OF_MANY = 8  # partial results of tiles that each of many tokens has room for
 
 
@@ -68,17 +69,17 @@ def _kind(node: Tensor) -> str:
 
 
 def _vector_readable(node: Tensor) -> bool:
-    """Whether pools have one dtype, rows aligned to 16 bytes, and blocks of a power of two."""
+    """Whether pools have one dtype, rows that are aligned for it, and blocks of a power of two."""
     block, kind = node.attrs["block"], _kind(node)
     places = [at for pool in node.sources[1:3] for at in (pool.meta.offset, pool.meta.strides[0])]
-    read = kind == "q8_0" or all(at % 16 == 0 for at in places)
-    return kind != "mixed" and read and block & (block - 1) == 0
+    least = 16 if kind in ("f32", "f16") else 4 if kind == "fp8" else 2  # what elements are read by
+    return kind != "mixed" and all(at % least == 0 for at in places) and block & (block - 1) == 0
 
 
 def _fits_tensor_cores(node: Tensor) -> bool:
     _, _, depth, width = _sizes(node)
     kind, pools = _kind(node), node.sources[1:3]
-    shaped = depth == width and depth in _TENSOR_DEPTHS and kind in ("f16", "q8_0")
+    shaped = depth == width and depth in _TENSOR_DEPTHS and kind != "f32"
     places = [at for pool in pools for at in (pool.meta.offset, pool.meta.strides[0])]
     words = all(at % 4 == 0 for at in places)
     return shaped and words and _vector_readable(node) and int(node.attrs["block"]) >= _MIN_BLOCK
@@ -183,11 +184,11 @@ def _argument(
 
 
 def _decode_module(kind: str, depth: int, biased: bool) -> Module:
-    return module("attention_decode", POOL=GPU_CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
+    return module("attention_decode", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
 
 
 def _tiled_module(kind: str, depth: int, biased: bool) -> Module:
-    return module("attention_tiled", POOL=GPU_CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
+    return module("attention_tiled", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
 
 
 def _merge_module(width: int, rows: int) -> Module:
@@ -201,7 +202,7 @@ def _split_module(kind: str, depth: int, width: int, together: int, biased: bool
 
 
 def _generic_module(k: str, v: str) -> Module:
-    return module("attention_generic", K_POOL=GPU_CACHED.index(k), V_POOL=GPU_CACHED.index(v))
+    return module("attention_generic", K_POOL=CACHED.index(k), V_POOL=CACHED.index(v))
 
 
 def _merge(ctx: KernelContext, arg: bytes, rows: int, result: bytes, step: int) -> Launch:
@@ -214,10 +215,28 @@ def _merge(ctx: KernelContext, arg: bytes, rows: int, result: bytes, step: int) 
     return Launch(made[f"merge_{step}"], grid, (256,), args, shared_percent=MOSTLY_CACHE)
 
 
-def _resident(node: Tensor) -> int:
+def _resident(kind: str, depth: int) -> int:
     """Thread blocks of attention_decode.cu that fit on a multiprocessor, as stated there."""
-    depth = _sizes(node)[2]
-    return 2 if depth > 128 else 4 if depth == 64 and _kind(node) == "f16" else 3
+    return 2 if depth > 128 else 3 if depth > 64 and kind == "f16" else 4
+
+
+def _staged_nbytes(kind: str, depth: int) -> int:
+    """STAGED_BYTES of attention_loads.cuh: keys and values in shared memory."""
+    head = dtype(kind).row_nbytes(depth)
+    before = max(0, 16 - (head & -head))
+    return 0 if kind == "f16" else 3 * _TILE_KEYS * 16 * (ceil(before + head, 16) | 1)
+
+
+def _shared_percent(kind: str, depth: int) -> int:
+    """`Launch.shared_percent` of attention_decode.cu: room for the resident blocks.
+
+    The kernels before and after it keep `MOSTLY_CACHE`, because linears inherit their share.
+    """
+    if kind == "f16":
+        return MOSTLY_CACHE
+    logits_and_queries = 4 * 2 * _GROUP * (_TILE_KEYS + 8 + depth)
+    block = _staged_nbytes(kind, depth) + logits_and_queries + _OTHER_SHARED
+    return min(100, ceil(100 * _resident(kind, depth) * block, _MOST_SHARED))
 
 
 def _decode(ctx: KernelContext, room: int, result: bytes, step: int) -> list[Launch]:
@@ -229,13 +248,15 @@ def _decode(ctx: KernelContext, room: int, result: bytes, step: int) -> list[Lau
         return []
     slots, processors = _decode_slots(node), ctx.device.gpu.processors
     groups = kv_heads * ceil(heads // kv_heads, _GROUP)
-    blocks = processors * _resident(node)
+    kind = _kind(node)
+    blocks = processors * _resident(kind, depth)
     arg = _argument(ctx, 0, room, slots, queries, fine=blocks, rows=rows)
     grid = (min(rows * slots * groups, blocks),)
-    kernel = _decode_module(_kind(node), depth, _has_logit_bias(node))["attend"]
-    counts = 12 * (rows + 1)  # bytes
-    return [Launch(kernel, grid, (128,), (arg,), counts, shared_percent=MOSTLY_CACHE),
-            _merge(ctx, arg, rows, result, step)]  # fmt: skip
+    kernel = _decode_module(kind, depth, _has_logit_bias(node))["attend"]
+    shared = _staged_nbytes(kind, depth) + 12 * (rows + 1)  # and the counts of units
+    attend = Launch(kernel, grid, (128,), (arg,), shared,
+                    shared_percent=_shared_percent(kind, depth))  # fmt: skip
+    return [attend, _merge(ctx, arg, rows, result, step)]
 
 
 def _tiled(ctx: KernelContext, out: int, kind: int = 0) -> list[Launch]:
@@ -281,7 +302,7 @@ def _split(ctx: KernelContext, out: int, room: int, result: bytes, step: int) ->
 
 
 _LAYOUT = dict.fromkeys(("q", "k", "v"), ROWS)  # rows are tokens, and slots of the pools
-_POOLS = {"k": GPU_CACHED, "v": GPU_CACHED}
+_POOLS = {"k": CACHED, "v": CACHED}
 
 
 def _float_target(ctx: KernelContext, out: int) -> bytes:
@@ -335,7 +356,7 @@ def attention_quantise(ctx: KernelContext) -> list[Launch]:
 
 def _all_instances() -> None:
     """Register the modules that common models use, so that tests compile them."""
-    for kind in GPU_CACHED:
+    for kind in CACHED:
         for depth in _TENSOR_DEPTHS:
             for rows in (1, _FEW_TOKENS + 1):
                 _merge_module(depth, rows)
@@ -348,8 +369,7 @@ def _all_instances() -> None:
                     _tiled_module(kind, depth, biased)
         for together in (2, 4):
             _split_module(kind, *_MLA_SIZES, together, False)
-        for other in GPU_CACHED:
-            _generic_module(kind, other)
+        _generic_module(kind, kind)
     for rows in (1, _FEW_TOKENS + 1):
         _merge_module(_MLA_SIZES[1], rows)
 

@@ -1,7 +1,7 @@
 // Attention of few queries per sequence on tensor cores, bound by memory: the keys of each query are divided
 // among thread blocks, and attention_merge.cu merges their results.
 //
-// POOL: 1 float16, 2 q8_0. DEPTH: elements of queries, keys and values: 64, 96, 128 or 256. BIASED: logits
+// POOL: as in attention_pools.cuh. DEPTH: elements of queries, keys and values: 64, 96, 128 or 256. BIASED: logits
 // are capped, or have ALiBi slopes.
 //
 // A block takes 64 keys of a KV head at a time, for up to eight of its query heads. Matrices are transposed,
@@ -17,53 +17,18 @@
 
 #define THREADS 128
 constexpr int WARPS = THREADS / WARP, VECTORS = DEPTH / 32;
-#include "attention_units.cuh"
-
 constexpr int OWN = DEPTH == 64 ? 2 : 4;           // adjacent dimensions of values of a thread
 constexpr int SPREAD = 8 * OWN, PARTS = DEPTH / SPREAD;  // dimensions of a warp's products, their number
 constexpr int EACH = (PARTS + WARPS - 1) / WARPS;  // products of a warp
+#include "attention_loads.cuh"
+
 constexpr int PARTIAL = DEPTH + 4;                 // floats of a partial result: sums, top, total
 constexpr int LOGITS = TILE_KEYS + 8;              // floats between heads: reads cover all banks
-constexpr int PAGES = 16;                          // keys of the smallest block of the table
-constexpr int RESIDENT = DEPTH > 128 ? 2 : DEPTH > 64 || POOL != 1 ? 3 : 4;  // blocks of a multiprocessor, as in attention.py
+constexpr int RESIDENT = DEPTH > 128 ? 2 : DEPTH > 64 && POOL == 1 ? 3 : 4;  // blocks of a multiprocessor, as in attention.py
 constexpr u32 ONES = 0x3c003c00u;
 // Rows up to which the next kernel starts late: it would request its weights while `rope_write` and then this
 // kernel wait for small loads, and blocks without work leave it the whole GPU.
 constexpr int LATE_ROWS = 16;
-
-// OWN adjacent elements of a value.
-struct ValueVector {
-#if POOL == 1
-    u32 q[OWN / 2];
-    __device__ __forceinline__ void load(const u8* row, int at) {
-        if (OWN == 4) {
-            uint2 two = load_once8(row + 2 * at);
-            q[0] = two.x, q[OWN / 2 - 1] = two.y;
-        } else {
-            q[0] = *(const u32*)(row + 2 * at);
-        }
-    }
-    __device__ __forceinline__ void read(u32* to) const {
-#pragma unroll
-        for (int i = 0; i < OWN / 2; i++) to[i] = q[i];
-    }
-#else
-    u32 q, d;
-    __device__ __forceinline__ void load(const u8* row, int at) {
-        const u8 *block = row + at / 32 * 34, *from = block + 2 + at % 32;
-        d = *(const u16*)block;
-        if (OWN == 2) q = *(const u16*)from;
-        else if (at / 32 % 2) q = *(const u32*)from;
-        else q = ((const u16*)from)[0] | (u32)((const u16*)from)[1] << 16;
-    }
-    __device__ __forceinline__ void read(u32* to) const {
-        u32 four[2];
-        four_halves(q, d, four);
-#pragma unroll
-        for (int i = 0; i < OWN / 2; i++) to[i] = four[i];
-    }
-#endif
-};
 
 struct __align__(16) Shared {  // rows of q are copied 16 bytes at a time
     float logits[2][GROUP][LOGITS];
@@ -72,26 +37,16 @@ struct __align__(16) Shared {  // rows of q are copied 16 bytes at a time
     Count scan[WARPS];
 };
 
-// The blocks of the table with 32 times 16 keys, one in each lane.
-struct Pages {
-    int first, own;  // number of the first 16 keys; the lane's block
-
-    __device__ __forceinline__ void load(const Attention& a, const VisibleKeys& keys, int tile) {
-        first = tile * (TILE_KEYS / PAGES);
-        int key = min(max((first + (int)threadIdx.x % WARP) * PAGES, keys.low), keys.high - 1);
-        own = a.table[keys.sequence * a.table_width + (key >> (int)a.shift)];
-    }
-    __device__ __forceinline__ i64 slot(const Attention& a, int key) const {
-        i64 page = __shfl_sync(FULL, own, key / PAGES - first);
-        return (page << (int)a.shift) + (key & ((1 << (int)a.shift) - 1));
-    }
-};
-
 // Grid: blocks that share the units.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a TIMESTAMPS) {
     RECORD_TIMESTAMPS
     __shared__ Shared s;
-    DYNAMIC_SHARED(Count, starts);
+    DYNAMIC_SHARED(uint4, memory);
+#if POOL == 1
+    Count* starts = (Count*)memory;
+#else
+    Count* starts = (Count*)((u8*)memory + STAGED_BYTES);
+#endif
     const bool late = a.most_rows <= LATE_ROWS;
     if (!late) launch_next();
     const int tokens = (int)*(volatile const i64*)a.tokens;
@@ -118,60 +73,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         return;
     }
 
-    KeyVector keys[2][VECTORS];
-    ValueVector values[EACH][TILE_KEYS / 16][4];
-    Pages pages, later;  // of the present and the next unit
     const bool active = EACH > 1 || PARTS == WARPS || warp < PARTS;  // has dimensions of values
-    auto load_key = [&](const Unit& u, int i, const u8* row) {
-#pragma unroll
-        for (int n = 0; n < VECTORS; n++) keys[i][n].load(row, u.kv * DEPTH + 32 * n + 8 * c);
-    };
-    auto load_value = [&](const Unit& u, int t, int i, const u8* row) {
-        if (!active) return;
-#pragma unroll
-        for (int n = 0; n < EACH; n++)
-            values[n][t][i].load(row, u.kv * DEPTH + (warp * EACH + n) * SPREAD + OWN * g);
-    };
-    // Whether all keys of a tile are visible and in one block of the table.
-    auto is_whole = [&](const Unit& u, int tile) {
-        const VisibleKeys& range = u.query.keys;
-        return tile * TILE_KEYS >= range.low && (tile + 1) * TILE_KEYS <= range.high && a.block >= TILE_KEYS;
-    };
-    // Keys beyond either end repeat the last or first one; they are ignored.
-    auto load_keys = [&](const Unit& u, int tile) {
-        const int first = tile * TILE_KEYS + 16 * warp + g;
-        const VisibleKeys& range = u.query.keys;
-        if (is_whole(u, tile)) {
-            const u8* row = a.k + pages.slot(a, first) * a.k_stride;
-#pragma unroll
-            for (int i = 0; i < 2; i++) load_key(u, i, row + 8 * i * a.k_stride);
-            return;
-        }
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int key = min(max(first + 8 * i, range.low), range.high - 1);
-            load_key(u, i, a.k + pages.slot(a, key) * a.k_stride);
-        }
-    };
-    auto load_values = [&](const Unit& u, int tile) {
-        const int first = tile * TILE_KEYS + 2 * c;
-        const VisibleKeys& range = u.query.keys;
-        if (is_whole(u, tile)) {
-            const u8* row = a.v + pages.slot(a, first) * a.v_stride;
-#pragma unroll
-            for (int t = 0; t < TILE_KEYS / 16; t++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) load_value(u, t, i, row + (16 * t + i % 2 + i / 2 * 8) * a.v_stride);
-            return;
-        }
-#pragma unroll
-        for (int t = 0; t < TILE_KEYS / 16; t++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int key = min(max(first + 16 * t + i % 2 + i / 2 * 8, range.low), range.high - 1);
-                load_value(u, t, i, a.v + pages.slot(a, key) * a.v_stride);
-            }
-    };
+    Loads loads(a, memory, active);
+    Pages pages, later;  // of the present and the next unit
     // Copy the queries of a unit to shared memory.
     auto copy_queries = [&](const Unit& u, int buffer) {
         const float* from = (const float*)(a.q + u.query.token * a.q_stride) + u.head * DEPTH;
@@ -202,12 +106,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         const VisibleKeys& range = unit.query.keys;
         const bool ahead = a.metadata_ready && min(range.high, (unit.tile + 1) * TILE_KEYS) <= range.old;
         pages.load(a, range, unit.tile);
-        if (ahead) load_keys(unit, unit.tile), load_values(unit, unit.tile);
+        auto load = [&]() {
+            loads.load_keys(a, unit, unit.tile, pages), loads.close();
+            loads.load_values(a, unit, unit.tile, pages, 0), loads.close();
+        };
+        if (ahead) load();
         if (thread == 0) s.units[0] = unit, units.get(a, 1, s.units[1]);
         __syncthreads();
         wait_for_previous();
         if (late) launch_next();
-        if (!ahead) load_keys(unit, unit.tile), load_values(unit, unit.tile);
+        if (!ahead) load();
     }
     int parity = 0;
 #pragma unroll 1
@@ -223,12 +131,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 #pragma unroll 1
         for (int tile = unit.tile; tile < end; tile++, parity ^= 1) {
             const bool last = tile + 1 == end;
+            loads.wait_keys();
             if (last && after.there) copy_queries(after, (number + 1) % 2);
             float scores[4] = {};
 #pragma unroll
             for (int n = 0; n < VECTORS; n++) {
                 u32 one[4], two[4];
-                keys[0][n].read(one), keys[1][n].read(two);
+                loads.key(unit, 0, n, one), loads.key(unit, 1, n, two);
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     u32 k[4] = {one[2 * h], two[2 * h], one[2 * h + 1], two[2 * h + 1]};
@@ -238,16 +147,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 s.logits[parity][2 * c + e % 2][16 * warp + g + e / 2 * 8] = scores[e];
-            // The next keys and values are loaded as soon as registers are free.
+            // The next keys and values are loaded as soon as there is room for them.
             const Unit& next = last ? after : unit;
             const int next_tile = last ? after.tile : tile + 1;
+            loads.release_keys();
             if (next.there) {
                 if (last) pages = later;
                 else if (next_tile * (TILE_KEYS / PAGES) - pages.first >= WARP) pages.load(a, next.query.keys, next_tile);
-                load_keys(next, next_tile);
+                loads.load_keys(a, next, next_tile, pages);
             }
-            if (last) wait_copies<0>();
+            loads.close();
+            loads.wait_values();
+            if (last && !Loads::EARLY_VALUES) wait_copies<0>();
             __syncthreads();
+            if (Loads::EARLY_VALUES) {
+                if (next.there) loads.load_values(a, next, next_tile, pages, parity ^ 1);
+                loads.close();
+            }
 
             float weights[TILE_KEYS / 16][4], most = -INFINITE;
             const float slope = BIASED && a.slopes ? a.slopes[unit.head + min(g, heads - 1)] : 0;
@@ -302,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
                     for (int t = 0; t < TILE_KEYS / 16; t++) {
                         u32 v[4][OWN / 2];
 #pragma unroll
-                        for (int i = 0; i < 4; i++) values[n][t][i].read(v[i]);
+                        for (int i = 0; i < 4; i++) loads.value(unit, n, t, i, parity, v[i]);
 #pragma unroll
                         for (int i = 0; i < OWN / 2; i++) {
                             u32 two[4] = {__byte_perm(v[0][i], v[1][i], 0x5410), __byte_perm(v[0][i], v[1][i], 0x7632),
@@ -315,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 #pragma unroll
                         for (int e = 0; e < 4; e++) merges[e % 2].add(acc[n][i][e], parts[i][e]);
                 }
-            if (next.there) load_values(next, next_tile);
+            if (!Loads::EARLY_VALUES && next.there) loads.load_values(a, next, next_tile, pages, 0);
         }
         float* partial = a.partials + ((unit.row * a.slots + unit.slot) * a.heads + unit.head) * PARTIAL;
 #pragma unroll

@@ -1,16 +1,23 @@
 // Attention of any shape, not optimized: a block takes one head of a token, a thread one key at a time.
 //
-// K_POOL, V_POOL: 0 float32, 1 float16, 2 q8_0.
+// K_POOL, V_POOL: 0 float32, 1 float16, 2 q8_0, 3 q4_0, 4 fp8.
 
 #include "attention.cuh"
 
 #define THREADS 128
 
-template <int POOL> __device__ __forceinline__ float element(const u8* slot, int at) {
-    if (POOL == 0) return ((const float*)slot)[at];
-    if (POOL == 1) return from_f16(((const u16*)slot)[at]);
-    const u8* block = slot + at / 32 * 34;
-    return from_f16(*(const u16*)block) * as_i8(block[2 + at % 32]);
+// Element `at` of a head of `width` elements.
+template <int POOL> __device__ __forceinline__ float element(const u8* slot, int head, int at, int width) {
+    if (POOL == 0) return ((const float*)slot)[head * width + at];
+    if (POOL == 1) return from_f16(((const u16*)slot)[head * width + at]);
+    if (POOL == 4) {
+        const u8* own = slot + head * (width + 4);
+        return *(const float*)(own + width) * from_e4m3(own[at]);
+    }
+    const int number = head * width + at, i = number % 32;
+    const u8* block = slot + number / 32 * (POOL == 2 ? 34 : 18);
+    const float d = from_f16(*(const u16*)block);
+    return POOL == 2 ? d * as_i8(block[2 + i]) : d * ((block[2 + i % 16] >> i / 16 * 4 & 15) - 8);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4) attend(Attention a, int depth,
@@ -36,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) attend(Attention a, int
             slots[thread] = (i64)a.table[visible.sequence * a.table_width + page] * block + j % block;
             const u8* key = a.k + slots[thread] * a.k_stride;
             float sum = 0;
-            for (int e = 0; e < depth; e++) sum = fmaf(q[e], element<K_POOL>(key, kv * depth + e), sum);
+            for (int e = 0; e < depth; e++) sum = fmaf(q[e], element<K_POOL>(key, kv, e, depth), sum);
             x = logit(a, sum * a.scale, j - visible.position, slope);
         }
         float most = fmaxf(top, block_max(x)), shrink = top == -INFINITE ? 0 : __expf(top - most);
@@ -48,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) attend(Attention a, int
             float sum = acc[e] * shrink;
             for (int i = 0; i < count; i++)
                 sum = fmaf(weights[i],
-                           element<V_POOL>(a.v + slots[i] * a.v_stride, kv * width + e), sum);
+                           element<V_POOL>(a.v + slots[i] * a.v_stride, kv, e, width), sum);
             acc[e] = sum;
         }
         __syncthreads();

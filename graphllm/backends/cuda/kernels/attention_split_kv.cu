@@ -2,12 +2,13 @@
 // Splits of a token's keys are computed by blocks of their own and merged by attention_merge.cu, or by one
 // block if there are many tokens.
 //
-// POOL: F32, F16 or Q8_0, dtype of the pools. DEPTH: elements of a query and a key; WIDTH: of a value;
+// POOL: F32, F16, Q8_0, Q4_0 or FP8, dtype of the pools. DEPTH: elements of a query and a key; WIDTH: of a value;
 // both multiples of 8 from 64 to 576. HEADS: query heads of one KV head that are computed together: 1,
 // 2, 4 or 8. BIASED: logits are capped, or have ALiBi slopes. A warp takes TILE keys at a time, with
 // K_LANES threads for a key and V_LANES for a value; a thread has eight elements of every SPAN.
 
 #include "attention.cuh"
+#include "attention_pool_floats.cuh"
 
 #define SPAN 256
 #define SPANS(width) (((width) + SPAN - 1) / SPAN)
@@ -17,50 +18,6 @@
 #define THREADS 128
 #define EACH (WIDE ? 2 : 4)  // keys of a thread
 #define LANES_FOR(width) ((width) <= 64 ? 8 : (width) <= 128 ? 16 : 32)
-
-// Eight adjacent elements of a slot of a pool.
-struct F32 {
-    float4 a, b;
-    __device__ __forceinline__ void load(const u8* slot, int at) {
-        a = *(const float4*)(slot + 4 * at), b = *(const float4*)(slot + 4 * at + 16);
-    }
-    __device__ __forceinline__ void read(float* x) const {
-        x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w;
-        x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-    }
-};
-
-struct F16 {
-    uint4 q;
-    __device__ __forceinline__ void load(const u8* slot, int at) {
-        q = *(const uint4*)(slot + 2 * at);
-    }
-    __device__ __forceinline__ void read(float* x) const {
-        const u32* words = &q.x;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            x[2 * i] = from_f16((u16)words[i]), x[2 * i + 1] = from_f16((u16)(words[i] >> 16));
-        }
-    }
-};
-
-struct Q8_0 {  // blocks of 34 bytes: a scale, 32 int8
-    u16 d;
-    u16 q[4];
-    __device__ __forceinline__ void load(const u8* slot, int at) {
-        const u16* block = (const u16*)(slot + at / 32 * 34);
-        d = block[0];
-#pragma unroll
-        for (int i = 0; i < 4; i++) q[i] = block[1 + at % 32 / 2 + i];
-    }
-    __device__ __forceinline__ void read(float* x) const {
-        float scale = from_f16(d);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            x[2 * i] = scale * (i8)(q[i] & 255), x[2 * i + 1] = scale * (i8)(q[i] >> 8);
-        }
-    }
-};
 
 constexpr int K_LANES = LANES_FOR(DEPTH), V_LANES = LANES_FOR(WIDTH);
 constexpr int WARPS = THREADS / WARP, K_ROWS = WARP / K_LANES, V_ROWS = WARP / V_LANES;
@@ -181,15 +138,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         auto slot = [&](int j) { return slot_of(a, visible.sequence, min(at + j, to - 1)); };
 #pragma unroll
         for (int i = 0; i < K_EACH; i++) {
-            const u8* row = a.k + slot(i * K_ROWS + k_row) * a.k_stride;
+            const u8* head = a.k + slot(i * K_ROWS + k_row) * a.k_stride + kv * POOL::head_bytes(DEPTH);
 #pragma unroll
-            for (int n = 0; n < K_SPANS; n++) k[i][n].load(row, kv * DEPTH + k_at[n]);
+            for (int n = 0; n < K_SPANS; n++) k[i][n].load(head, k_at[n], DEPTH);
         }
 #pragma unroll
         for (int i = 0; i < V_EACH; i++) {
-            const u8* row = a.v + slot(i * V_ROWS + v_row) * a.v_stride;
+            const u8* head = a.v + slot(i * V_ROWS + v_row) * a.v_stride + kv * POOL::head_bytes(WIDTH);
 #pragma unroll
-            for (int n = 0; n < V_SPANS; n++) v[i][n].load(row, kv * WIDTH + v_at[n]);
+            for (int n = 0; n < V_SPANS; n++) v[i][n].load(head, v_at[n], WIDTH);
         }
     };
     if (AHEAD) {

@@ -1,7 +1,7 @@
 // Attention of many tokens on tensor cores: 64 queries of a head against tiles of keys (FlashAttention-2, Dao
 // 2023). Scores stay in registers.
 //
-// POOL: 1 float16, 2 q8_0. DEPTH: elements of queries, keys and values, a multiple of 32. BIASED: logits
+// POOL: as in attention_pools.cuh. DEPTH: elements of queries, keys and values, a multiple of 32. BIASED: logits
 // are capped, or have ALiBi slopes.
 //
 // A query's bits are those of attention_decode.cu: results of a tile are added to those of its split, and at
@@ -33,15 +33,13 @@ struct __align__(16) Tile {
     float2 splits[OWN * 2][THREADS];  // sums of the splits before
 };
 
-// Copy eight elements of a slot to shared memory.
-__device__ __forceinline__ void load_elements(u16* to, const u8* slot, int at) {
+// Copy eight elements of a head of a slot to shared memory, from number `at` on.
+__device__ __forceinline__ void load_elements(u16* to, const u8* slot, int kv, int at) {
 #if POOL == 1
-    copy16(to, slot + 2 * at);
+    copy16(to, slot + kv * HEAD_BYTES + 2 * at);
 #else
-    KeyVector eight;
-    eight.load(slot, at);
     u32 words[4];
-    eight.read(words);
+    StoredHead(slot, kv * HEAD_BYTES).elements<8>(at, words);
     *(uint4*)to = make_uint4(words[0], words[1], words[2], words[3]);
 #endif
 }
@@ -135,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SHARES) attend(Attenti
     low -= low % KEYS;
     auto load_tile = [&](u16* to, int width, const u8* pool, i64 stride, int at) {
         auto load = [&](int i, const u8* slot) {
-            load_elements(to + i / VECTORS * width + i % VECTORS * 8, slot, kv * DEPTH + i % VECTORS * 8);
+            load_elements(to + i / VECTORS * width + i % VECTORS * 8, slot, kv, i % VECTORS * 8);
         };
         if (whole && at >= least && at + KEYS <= high) {
             const u8* block = pool + slot_of(a, sequence, at) * stride;

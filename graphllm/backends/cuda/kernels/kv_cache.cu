@@ -1,19 +1,27 @@
-// Writes to the pools of keys and values: rows, rotated or not, and copies of blocks.
+// Writes to the pools of keys and values: rows, rotated or not, and copies of blocks. POOL: see kv_cache.cuh.
 
 #include "kv_cache.cuh"
 #include "norm.cuh"
 #include "rope.cuh"
 
-// A block computes one row (x) and some elements of it (y).
+// A block stores one head (y) of one row (x).
 extern "C" __global__ void kv_write(Pool pool, const u8* x, i64 stride, const i64* live,
                                     int width TIMESTAMPS) {
     RECORD_TIMESTAMPS
     const i64 rows = begin(live);
-    i64 row = blockIdx.x;
-    int column = blockIdx.y * blockDim.x + threadIdx.x;
-    if (row >= rows || column >= width) return;
-    int slot = pool.slot[row];
-    if (slot >= 0) store_kv(pool, slot, column, ((const float*)(x + row * stride))[column]);
+    const i64 row = blockIdx.x;
+    const int head = blockIdx.y;
+    if (row >= rows) return;
+    const int slot = pool.slot[row];
+    if (slot < 0) return;
+    const float* from = (const float*)(x + row * stride) + head * width;
+    u32 most = 0;
+    if (HEAD_SCALE) {
+        for (int i = threadIdx.x; i < width; i += blockDim.x) most = larger(most, abs_bits(from[i]));
+        most = block_max(most);
+    }
+    const BlockScale scale = head_scale(most);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) store_kv(pool, slot, head, i, from[i], scale);
 }
 
 // Copy blocks of a pool, in words of type T; a thread block (x, y) copies a part (y) of copy x. No
@@ -77,15 +85,20 @@ extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Poo
     for (int i = threadIdx.x; i < width; i += blockDim.x)
         head[i] = norm ? x[i] * factor * norm[i] : x[i];
     __syncthreads();
-    for (int i = threadIdx.x; i < width; i += blockDim.x) {
-        if (query) {
+    if (query) {
+        for (int i = threadIdx.x; i < width; i += blockDim.x)
             out[(token * q.count + own) * width + i] = rotated(rotation, token, head, i);
-        } else if (key) {
-            store_kv(k_pool, slot, own * width + i, rotated(rotation, token, head, i));
-        } else {
-            store_kv(v_pool, slot, own * width + i, head[i]);
-        }
+        return;
     }
+    auto element = [&](int i) { return key ? rotated(rotation, token, head, i) : head[i]; };
+    const Pool pool = key ? k_pool : v_pool;
+    u32 most = 0;
+    if (HEAD_SCALE) {
+        for (int i = threadIdx.x; i < width; i += blockDim.x) most = larger(most, abs_bits(element(i)));
+        most = block_max(most);
+    }
+    const BlockScale scale = head_scale(most);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) store_kv(pool, slot, own, i, element(i), scale);
 }
 
 // Heads of 64 P elements. A warp computes one after another; lane l rotates the pairs 32 j + l.
@@ -168,25 +181,25 @@ template <int P> struct WarpRotation {
             load((const float*)(base + token * stride) + own * WIDE, a, b);
             if (weight && h != first) load(weight, u, w);
             if (weight) norm(a, b, u, w, eps);
+            u32 most = 0;
 #pragma unroll
             for (int j = 0; j < P; j++) {
-                float y = a[j], z = b[j];
-                if (query || key) {
-                    y = a[j] * c[j] - b[j] * s[j];
-                    z = a[j] * s[j] + b[j] * c[j];
-                }
-                if (interleaved) straighten(y, z);
-                int i = own * WIDE + (interleaved ? 64 : 32) * j + lane;
+                const float y = a[j], z = b[j];
+                if (query || key) a[j] = y * c[j] - z * s[j], b[j] = y * s[j] + z * c[j];
+                if (interleaved) straighten(a[j], b[j]);
+                most = larger(most, larger(abs_bits(a[j]), abs_bits(b[j])));
+            }
+            const Pool pool = key ? k_pool : v_pool;
+            const BlockScale scale = head_scale(HEAD_SCALE && !query ? warp_max(most) : 0);
+            float* to = out + (token * q.count + own) * WIDE;
+#pragma unroll
+            for (int j = 0; j < P; j++) {
+                const int i = (interleaved ? 64 : 32) * j + lane;
                 if (query) {
-                    float* to = out + token * q.count * WIDE + i;
-                    to[0] = y;
-                    to[apart] = z;
-                } else if (key) {
-                    store_kv(k_pool, slot, i, y);
-                    store_kv(k_pool, slot, i + apart, z);
+                    to[i] = a[j], to[i + apart] = b[j];
                 } else {
-                    store_kv(v_pool, slot, i, y);
-                    store_kv(v_pool, slot, i + apart, z);
+                    store_kv(pool, slot, own, i, a[j], scale);
+                    store_kv(pool, slot, own, i + apart, b[j], scale);
                 }
             }
         }

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from ....graph.dtype import GPU_CACHED
+from ....graph.dtype import CACHED
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
 from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext, OperandRef
-from ..runtime.source import module
+from ..runtime.source import Module, module
 from ..runtime.work import MOSTLY_CACHE, Launch, ceil
-from .elementwise import rows_grid
 from .rope import rotation
 
-_MODULE = module("kv_cache")
 _POOL = ArgumentStruct("kv_cache.cuh", "Pool")
 _HEADS = ArgumentStruct("kv_cache.cu", "Heads")
 _THREADS = 128
@@ -27,24 +25,31 @@ _WHOLE = (64, 128, 256)  # head dimensions of these kernels
 
 def _pool(pool: OperandRef, slot: OperandRef) -> bytes:
     """A pool and the slot of each token."""
-    kind = GPU_CACHED.index(pool.dtype.name)
-    return _POOL.pack(at=pool.address, stride=pool.row_stride, slot=slot.address, kind=kind)
+    head_bytes = pool.dtype.row_nbytes(pool.meta.inner[-1])
+    return _POOL.pack(
+        at=pool.address, stride=pool.row_stride, slot=slot.address, head_bytes=head_bytes
+    )
 
 
-@BACKEND.kernel("kv_write", layout={"x": ROWS}, dtypes={"pool": GPU_CACHED, "x": "f32"})
+def _module(kind: str) -> Module:
+    """The kernels for pools of dtype ``kind``."""
+    return module("kv_cache", POOL=CACHED.index(kind))
+
+
+@BACKEND.kernel("kv_write", layout={"x": ROWS}, dtypes={"pool": CACHED, "x": "f32"})
 def kv_write(ctx: KernelContext) -> Launch:
     x = ctx.x
+    heads, width = x.meta.inner
+    rows, threads = x.meta.rows, min(_THREADS, 32 * ceil(width, 32))
     args = (
-        _pool(ctx.pool, ctx.slot),
-        x.address,
-        x.row_stride,
-        ctx.live_address(x.meta.rows),
-        x.width,
+        _pool(ctx.pool, ctx.slot), x.address, x.row_stride, ctx.live_address(rows), width,
+    )  # fmt: skip
+    return Launch(
+        _module(ctx.pool.dtype.name)["kv_write"], (ctx.upper_bound(rows), heads), (threads,), args
     )
-    return Launch(_MODULE["kv_write"], rows_grid(ctx, x, _THREADS), (_THREADS,), args)
 
 
-@BACKEND.kernel("copy_blocks", dtypes={"pool": GPU_CACHED})
+@BACKEND.kernel("copy_blocks", dtypes={"pool": CACHED})
 def copy_blocks(ctx: KernelContext) -> Launch:
     pool, source = ctx.pool, ctx.source
     nbytes = ctx.attrs["block"] * pool.row_stride
@@ -52,7 +57,8 @@ def copy_blocks(ctx: KernelContext) -> Launch:
     words, count = nbytes // word, ctx.upper_bound(source.meta.rows)
     args = (pool.address, source.address, ctx.target.address, ctx.live_address(source.meta.rows))
     grid = (count, min(ceil(words, _COPY_THREADS), ceil(_BLOCKS, max(count, 1))))
-    return Launch(_MODULE[f"copy_blocks_{word}"], grid, (_COPY_THREADS,), (*args, words))
+    kernel = _module(pool.dtype.name)[f"copy_blocks_{word}"]
+    return Launch(kernel, grid, (_COPY_THREADS,), (*args, words))
 
 
 def _heads(x: OperandRef, norm: int) -> bytes:
@@ -60,8 +66,11 @@ def _heads(x: OperandRef, norm: int) -> bytes:
     return _HEADS.pack(x=x.address, stride=x.row_stride, norm=norm, count=x.meta.inner[0])
 
 
-def _one_width(node: Tensor, options: Options) -> str | None:
+def _alike(node: Tensor, options: Options) -> str | None:
     widths = {s.meta.inner[-1] for s in node.sources[:3]}
+    kinds = {s.dtype.name for s in node.sources[4:6]}
+    if len(kinds) > 1:
+        return f"pools of {' and '.join(sorted(kinds))}"
     return None if len(widths) == 1 else f"heads have {len(widths)} widths"
 
 
@@ -74,8 +83,8 @@ def _rotates_whole_heads(ctx: KernelContext) -> bool:
 @BACKEND.kernel(
     "rope_write",
     layout=dict.fromkeys(("q", "k", "v"), ROWS),
-    dtypes={"k_pool": GPU_CACHED, "v_pool": GPU_CACHED},
-    when=_one_width,
+    dtypes={"k_pool": CACHED, "v_pool": CACHED},
+    when=_alike,
 )
 def rope_write(ctx: KernelContext) -> Launch:
     q, k, width, attrs = ctx.q, ctx.k, ctx.q.meta.inner[-1], ctx.attrs
@@ -86,11 +95,12 @@ def rope_write(ctx: KernelContext) -> Launch:
         _heads(ctx.v, 0),
         ctx.out.address, _pool(ctx.k_pool, ctx.slot), _pool(ctx.v_pool, ctx.slot), live,
     )  # fmt: skip
+    made = _module(ctx.k_pool.dtype.name)
     if _rotates_whole_heads(ctx):
         # With many tokens a warp rotates several heads, for which it computes the angles once.
         resident = _DECODE_BLOCKS if rows <= _DECODE_ROWS else _BLOCKS
         blocks = min(ceil(heads, _WARPS), ceil(resident, rows))
-        kernel = _MODULE[f"rope_write_{width // 64}"]
+        kernel = made[f"rope_write_{width // 64}"]
         more = (eps, ctx.readable_before_wait("slot", "pos"), rotation(ctx, width))
         early = [ref for ref in map(ctx.op, ("factors", "q_norm", "k_norm")) if ref is not None]
         return Launch(
@@ -99,4 +109,8 @@ def rope_write(ctx: KernelContext) -> Launch:
         )  # fmt: skip
     threads = min(256, 32 * ceil(width, 32))
     last = (width, eps, rotation(ctx, width))
-    return Launch(_MODULE["rope_write"], (rows, heads), (threads,), (*args, *last), 4 * width)
+    return Launch(made["rope_write"], (rows, heads), (threads,), (*args, *last), 4 * width)
+
+
+for _kind in CACHED:  # so that tests compile them
+    _module(_kind)

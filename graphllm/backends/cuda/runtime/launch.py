@@ -33,7 +33,6 @@ from .work import Arg, Launch
 
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_MAX_DYNAMIC_SHARED = 48 << 10  # bytes that need no attribute of the function
 
 
 class _Attribute(ctypes.Structure):
@@ -186,7 +185,7 @@ class Gpu:
     def prepared(self, launch: Launch) -> int:
         """The handle of the launch's kernel, which may use the launch's shared memory."""
         function = self.function(launch.function)
-        if launch.shared > _MAX_DYNAMIC_SHARED:
+        if launch.shared:  # 48 KB, static memory included, need no attribute
             what = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             have = driver.funcGetAttribute(what, function.ptr)
             if have < launch.shared:
