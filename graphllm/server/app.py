@@ -21,7 +21,7 @@ from .access import KeyCheck
 from .chat_page import chat_page
 from .completions import Completions
 from .encoder_endpoints import Embeddings, Rerank
-from .errors import ApiError, api_error, stopping
+from .errors import ANTHROPIC, ApiError, api_error, stopping
 from .fields import check_fields
 from .json_data import json_response
 from .llama_endpoints import LlamaEndpoints
@@ -64,6 +64,7 @@ def create_app(
         ("GET", "/metrics", tools.metrics),
     ]
     table.append(("GET", OPENAPI, _document(table)))
+    table += _without_version(table)
     routes = [Route(path, _guarded(call), methods=[method]) for method, path, call in table]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     paths = {path for _, path, _ in table}
@@ -76,7 +77,7 @@ def _model_routes(llm: Model, name: str, max_body: int, metrics: Metrics) -> lis
         return [("POST", "/v1/embeddings", Embeddings(llm, name, max_body).embed)]
     if isinstance(llm, SequenceClassifier):
         call = Rerank(llm, name, max_body).rerank
-        return [("POST", path, call) for path in ("/v1/rerank", "/v2/rerank", "/rerank")]
+        return [("POST", path, call) for path in ("/v1/rerank", "/v2/rerank")]
     completions = Completions(AsyncLLM(llm), name, max_body, metrics)
     messages, llama = Messages(completions), LlamaEndpoints(completions)
     return [
@@ -92,6 +93,13 @@ def _model_routes(llm: Model, name: str, max_body: int, metrics: Metrics) -> lis
         ("GET", "/props", llama.props),
         ("GET", "/slots", llama.slots),
     ]
+
+
+def _without_version(table: Sequence[Endpoints]) -> list[Endpoints]:
+    """Return the endpoints of OpenAI's API without ``/v1``, as llama.cpp's server has them."""
+    found = [each for each in table if each[1].startswith("/v1/")]
+    own = [each for each in found if not each[1].startswith(ANTHROPIC)]
+    return [(method, path.removeprefix("/v1"), call) for method, path, call in own]
 
 
 def _document(table: Sequence[Endpoints]) -> Endpoint:

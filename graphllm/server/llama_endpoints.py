@@ -164,6 +164,7 @@ class NativeAnswer(Answer):
             "tokens_evaluated": len(done.prompt_ids),
             "tokens_cached": cached,
             "truncated": False,
+            "has_new_line": "\n" in done.text,
             "stop_type": "word" if stop is not None else _STOPS.get(done.finish_reason, "none"),
             "stopping_word": stop or "",
             "timings": _timings(done),

@@ -125,7 +125,6 @@ OPERATIONS: dict[tuple[str, str], _Operation] = {
     ),
     ("POST", "/v1/rerank"): _PAIRS,
     ("POST", "/v2/rerank"): _PAIRS,
-    ("POST", "/rerank"): _PAIRS,
     ("POST", "/completion"): _Operation(
         "Continue a prompt, as llama.cpp's server.", _NATIVE_ANSWER, NATIVE, ("prompt",)
     ),
