@@ -88,6 +88,7 @@ def _model_routes(llm: Model, name: str, max_body: int, metrics: Metrics) -> lis
         ("POST", "/v1/messages", messages.create),
         ("POST", "/v1/messages/count_tokens", messages.count_tokens),
         ("POST", "/completion", llama.completion),
+        ("POST", "/completions", llama.completion),
         ("POST", "/infill", llama.infill),
         ("POST", "/apply-template", llama.apply_template),
         ("GET", "/props", llama.props),
@@ -99,7 +100,9 @@ def _without_version(table: Sequence[Endpoints]) -> list[Endpoints]:
     """Return the endpoints of OpenAI's API without ``/v1``, as llama.cpp's server has them."""
     found = [each for each in table if each[1].startswith("/v1/")]
     own = [each for each in found if not each[1].startswith(ANTHROPIC)]
-    return [(method, path.removeprefix("/v1"), call) for method, path, call in own]
+    short = [(method, path.removeprefix("/v1"), call) for method, path, call in own]
+    taken = {path for _, path, _ in table}  # /completions is another endpoint
+    return [each for each in short if each[1] not in taken]
 
 
 def _document(table: Sequence[Endpoints]) -> Endpoint:

@@ -85,6 +85,10 @@ _PAIRS = _Operation(
     RERANK, ("query", "documents"),
 )  # fmt: skip
 
+_NATIVE = _Operation(
+    "Continue a prompt, as llama.cpp's server.", _NATIVE_ANSWER, NATIVE, ("prompt",)
+)
+
 OPERATIONS: dict[tuple[str, str], _Operation] = {
     ("POST", "/v1/chat/completions"): _Operation(
         "Answer chat messages.",
@@ -125,9 +129,8 @@ OPERATIONS: dict[tuple[str, str], _Operation] = {
     ),
     ("POST", "/v1/rerank"): _PAIRS,
     ("POST", "/v2/rerank"): _PAIRS,
-    ("POST", "/completion"): _Operation(
-        "Continue a prompt, as llama.cpp's server.", _NATIVE_ANSWER, NATIVE, ("prompt",)
-    ),
+    ("POST", "/completion"): _NATIVE,
+    ("POST", "/completions"): _NATIVE,
     ("POST", "/infill"): _Operation(
         "Fill in text between a prefix and a suffix.", _NATIVE_ANSWER, INFILL,
         ("input_prefix", "input_suffix"),

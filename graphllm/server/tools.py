@@ -126,8 +126,9 @@ def text_format(name: str, value: Any) -> Any:
     kind = given.get("type")
     if kind == "text":
         return None
-    if kind == "json_object":
-        return {"type": "object"}
+    if kind == "json_object":  # with a schema in llama.cpp's server
+        schema = given.get("schema")
+        return {"type": "object"} if schema is None else mapping(f"{name}.schema", schema)
     if kind != "json_schema":
         raise ApiError(400, f"{name}.type must be text, json_object or json_schema", name)
     if given.get("strict") is not None:

@@ -95,6 +95,10 @@ def test_structured_output(client):
         **ASK | {"max_completion_tokens": 40}, response_format={"type": "json_object"}
     )
     assert either.choices[0].message.content.startswith("{")
+    own = {"type": "json_object", "schema": SCHEMA}
+    check_schema(
+        client.chat.completions.create(**ASK, response_format=own).choices[0].message.content
+    )
     plain = client.chat.completions.create(**ASK, response_format={"type": "text"}, max_tokens=None)
     assert plain.choices[0].message.content
     body = client.completions.create(
