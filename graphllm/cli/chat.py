@@ -13,7 +13,7 @@ from ..errors import GraphllmError, RequestError
 from ..terminal import note
 from .declarations import Option, verb
 from .error_flags import with_flag
-from .options import LoadOptions, Model, System, Template
+from .options import GenerationLoadOptions, Model, System, Template
 from .output import write_text
 from .sampling_options import ChatSamplingOptions
 
@@ -36,7 +36,7 @@ QUOTES = '"""'
 def chat(
     model: Model,
     options: ChatSamplingOptions,
-    load_options: LoadOptions,
+    load_options: GenerationLoadOptions,
     chat_template: Template = None,
     system: System = None,
     parse_special: Annotated[

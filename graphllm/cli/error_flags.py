@@ -7,7 +7,7 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 
 from ..errors import GraphllmError
 from .declarations import Option
-from .options import LoadOptions
+from .options import GenerationLoadOptions
 from .sampling_options import RunSamplingOptions
 
 # Arguments whose flag is not in the common option groups, or has another name.
@@ -33,7 +33,7 @@ def with_flag(error: GraphllmError) -> str:
 def _flags() -> dict[str, str]:
     """Return the first flag of each argument in the common option groups."""
     found = dict(_OTHERS)
-    for group in (LoadOptions, RunSamplingOptions):
+    for group in (GenerationLoadOptions, RunSamplingOptions):
         hints = get_type_hints(group, include_extras=True)
         for each in fields(group):
             kind = hints[each.name]

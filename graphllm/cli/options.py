@@ -192,6 +192,21 @@ class LoadOptions(PlacementOptions):
 
 
 @dataclass
+class GenerationLoadOptions(LoadOptions):
+    """Options of loading a model that generates text."""
+
+    speculate: Annotated[
+        str,
+        Option(
+            "--speculate",
+            metavar="N|auto|off",
+            help="Speculative decoding by prompt look-up: compute up to N draft tokens with each "
+            "token, or as many as pay (auto). Answers stay the same.",
+        ),
+    ] = "off"
+
+
+@dataclass
 class ModelSource:
     """The model to use: a file, or random weights."""
 

@@ -13,7 +13,7 @@ from ..errors import RequestError
 from ..progress import progress_line
 from ..terminal import note
 from .declarations import Option, verb
-from .options import AsJson, LoadOptions, Model, System, Template, read_text
+from .options import AsJson, GenerationLoadOptions, Model, System, Template, read_text
 from .output import show_json, write_text
 from .sampling_options import RunSamplingOptions
 
@@ -62,7 +62,7 @@ Parallel = Annotated[
 def run(
     model: Model,
     options: RunSamplingOptions,
-    load_options: LoadOptions,
+    load_options: GenerationLoadOptions,
     prompt: Prompts = None,
     file: PromptPath = None,
     chat: Annotated[bool, Option("--chat", help="Apply the chat template to the prompt.")] = False,
@@ -208,6 +208,14 @@ def _placement(llm: LLM) -> dict[str, Any]:
     }
 
 
+def _drafts(done: Completion) -> str:
+    """Return how many draft tokens were accepted, if any were computed."""
+    t = done.timings
+    return (
+        f", {t.accepted_tokens} of {t.drafted_tokens} drafts accepted" if t.drafted_tokens else ""
+    )
+
+
 def _print_notes(llm: LLM, done: Completion, seed: int | None) -> None:
     """Print notes after a run: on a terminal timings and the chosen seed; always the misses."""
     if sys.stderr.isatty():
@@ -215,7 +223,7 @@ def _print_notes(llm: LLM, done: Completion, seed: int | None) -> None:
         seed_text = f", seed {done.seed}" if seed is None else ""
         note(
             f"[{len(done.prompt_ids)} + {len(done.ids)} tokens, load {t['load_s']:.2f} s, first "
-            f"token {t['ttft_s']:.2f} s, {t['decode_tok_s']:.1f} tok/s{seed_text}]"
+            f"token {t['ttft_s']:.2f} s, {t['decode_tok_s']:.1f} tok/s{_drafts(done)}{seed_text}]"
         )
     for line in [*done.notes, *llm.misses()]:
         note(f"note: {line}")

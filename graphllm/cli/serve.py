@@ -12,7 +12,7 @@ from ..errors import RequestError
 from ..progress import progress_line
 from ..terminal import escape_control, note
 from .declarations import Option, verb
-from .options import LoadOptions, Model, Template, read_text
+from .options import GenerationLoadOptions, Model, Template, read_text
 from .run import PARALLEL
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _MODULES = ("prometheus_client", "starlette", "uvicorn")
 @verb
 def serve(
     model: Model,
-    load_options: LoadOptions,
+    load_options: GenerationLoadOptions,
     host: Annotated[str, Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Option("--port", help="Port; 0 chooses a free one.")] = 8080,
     parallel: Annotated[
@@ -90,7 +90,7 @@ def serve(
 
 
 def _load(
-    model: str, options: LoadOptions, chat_template: str | None, parallel: int
+    model: str, options: GenerationLoadOptions, chat_template: str | None, parallel: int
 ) -> LLM | EmbeddingModel | SequenceClassifier:
     from ..api.loader import encoder_config
 
@@ -106,7 +106,7 @@ def _load(
 
 
 def _load_encoder(
-    model: str, options: LoadOptions, chat_template: str | None, parallel: int
+    model: str, options: GenerationLoadOptions, chat_template: str | None, parallel: int
 ) -> EmbeddingModel | SequenceClassifier:
     """Load an encoder.
 
@@ -117,7 +117,11 @@ def _load_encoder(
     from ..embedding import EmbeddingModel, SequenceClassifier
 
     given = {**options.arguments(), "chat_template": chat_template, "max_sequences": parallel}
-    defaults = {**LoadOptions().arguments(), "chat_template": None, "max_sequences": PARALLEL}
+    defaults = {
+        **GenerationLoadOptions().arguments(),
+        "chat_template": None,
+        "max_sequences": PARALLEL,
+    }
     changed = {name: value for name, value in given.items() if value != defaults.get(name)}
     with progress_line() as show:
         loaded = load(model, progress=show, **changed)

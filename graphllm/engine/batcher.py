@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .beam_group import Beam, BeamGroup
 from .generation import Generation
@@ -12,6 +14,9 @@ from .sampling_feeds import Row
 from .scheduler import Scheduler
 from .sequence import ActiveSequence, Chunk, StepRecorder
 from .step_result import StepResult
+
+if TYPE_CHECKING:
+    from .speculation import Speculation
 
 Recorders = tuple[StepRecorder, StepRecorder]  # of steps with prefill, and of decode steps
 
@@ -29,6 +34,7 @@ class Batcher:
     Attributes:
         prefill_tokens: tokens of the prompt begun last that were computed, not found in the cache.
         steps: number of steps that were taken so far.
+        speculation: chooses draft tokens; None computes none.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
@@ -40,6 +46,7 @@ class Batcher:
         self._non_finite: deque[Generation] = deque()  # no longer among _rows
         self._launched: deque[list[Chunk]] = deque()  # decode steps that were not taken
         self.prefill_tokens = self.steps = 0
+        self.speculation: Speculation | None = None
 
     @property
     def generations(self) -> list[Generation]:
@@ -79,27 +86,39 @@ class Batcher:
         If the step fails or is interrupted, the requests go on later with what they had before it.
         """
         self._update_requests()
-        prefill, decode = profile or (None, None)
         try:
-            if not self._launched:
-                preempted = self.scheduler.preempted
-                chunks = self.scheduler.schedule()
-                if self.scheduler.preempted != preempted:
-                    self.runner.reset()  # a sequence may run on in other blocks
-                if not chunks:
-                    return False
-                rows = self._start(chunks)
-                decodes = all(c.samples and c.stop - c.start == 1 for c in chunks)
-                if not decodes or any(row.processors or row.asks_candidates for row in rows):
-                    self._finish(chunks, self.runner.run(chunks, rows, prefill))
-                    return True
-                self.runner.decode(chunks, rows, decode)
-                self._launched.append(chunks)
-            self._finish_decode()
-            return True
+            return self._step(*(profile or (None, None)))
         except BaseException:
             self._recover()
             raise
+
+    def _step(self, prefill: StepRecorder | None, decode: StepRecorder | None) -> bool:
+        began = time.perf_counter()
+        if not self._launched:
+            preempted = self.scheduler.preempted
+            chunks = self.scheduler.schedule()
+            if self.scheduler.preempted != preempted:
+                self.runner.reset()  # a sequence may run on in other blocks
+            if not chunks:
+                return False
+            rows = self._start(chunks)
+            decodes = all(c.samples and c.stop - c.start == 1 for c in chunks)
+            if not decodes or any(row.processors or row.asks_candidates for row in rows):
+                self._finish(chunks, self.runner.run(chunks, rows, prefill))
+                return True
+            if self.speculation is not None:
+                chunks = self.speculation.extend(chunks, rows)
+                if any(chunk.drafts for chunk in chunks):
+                    result = self.runner.run(*self.speculation.split(chunks, rows), decode)
+                    self.speculation.note_step(chunks, time.perf_counter() - began)
+                    self._finish(*self.speculation.accept(chunks, result))
+                    return True
+            self.runner.decode(chunks, rows, decode)
+            self._launched.append(chunks)
+        done = self._finish_decode()
+        if self.speculation is not None:
+            self.speculation.note_step(done, time.perf_counter() - began)
+        return True
 
     def _start(self, chunks: Sequence[Chunk]) -> list[Row]:
         """Return the rows of ``chunks``, and note when the first step of each request begins."""
@@ -173,8 +192,12 @@ class Batcher:
             if self._rows.pop(sequence, None) is not None or group is not None:
                 self.scheduler.remove(sequence)
 
-    def _finish_decode(self, ahead: bool = True) -> None:
-        """Take the oldest launched decode step; if ``ahead``, launch further ones before."""
+    def _finish_decode(self, ahead: bool = True) -> list[Chunk]:
+        """Take the oldest launched decode step; if ``ahead``, launch further ones before.
+
+        Returns:
+            The chunks of the step that was taken.
+        """
         while ahead and self.runner.can_run_ahead:
             following = self._following(self._launched[-1])
             if following is None:
@@ -182,24 +205,36 @@ class Batcher:
             self.runner.launch(following)
             self._launched.append(following)
         result = self.runner.take()
-        self._finish(self._launched.popleft(), result)
+        chunks = self._launched.popleft()
+        self._finish(chunks, result)
+        return chunks
 
     def _following(self, chunks: Sequence[Chunk]) -> list[Chunk] | None:
         """Return the decode step after ``chunks`` if it is known to be that of the same batch."""
         if self._submitted or self._cancelled:
             return None
+        rows = list[Generation | Beam]()
         for chunk in chunks:
             row = self._rows.get(chunk.sequence)
             if row is None or row.ends_after(len(self._launched)):
                 return None
+            rows.append(row)
+        if self.speculation is not None and any(self.speculation.choose(chunks, rows)):
+            return None
         return self.scheduler.following(chunks)
 
     def _finish(self, chunks: Sequence[Chunk], result: StepResult) -> None:
-        """Note that ``chunks`` were computed, and deliver what the first ones sampled."""
+        """Note that ``chunks`` were computed, and deliver what the first ones sampled.
+
+        Row r of ``result`` belongs to the r-th token that the chunks sampled: one of each, and one
+        for each accepted draft token.
+        """
         self.steps += 1
         self.scheduler.complete(chunks)
-        sampled, groups = result.ids.tolist(), dict[BeamGroup, None]()
+        first, groups = 0, dict[BeamGroup, None]()
         for index, chunk in enumerate(chunks):
+            sampled = range(first, first + len(chunk.drafts) + 1)
+            first = sampled.stop
             row = self._rows.get(chunk.sequence)
             if row is None:
                 continue  # it ended after the step was launched
@@ -213,27 +248,31 @@ class Batcher:
             if isinstance(row, Beam):
                 row.receive(result, index)
                 groups[row.group] = None
-                continue
-            if result.errors and index in result.errors:
-                generation.fail(result.errors[index])
-                self._remove(generation)
-                continue
-            if (error := generation.grammar_error(sampled[index])) is not None:
-                generation.fail(error)
-                self._remove(generation)
-                continue
-            if sampled[index] < 0:
-                self._non_finite.append(generation)
-                self._remove(generation)
-                continue
-            chunk.sequence.tokens.append(sampled[index])
-            count = generation.sampling.logprobs
-            logprobs = None if count is None else result.token(index, count)
-            if generation.push(sampled[index], logprobs):
-                self._remove(generation)
-
+            else:
+                self._deliver(row, result, sampled)
         for group in groups:
             self._advance(group)
+
+    def _deliver(self, generation: Generation, result: StepResult, sampled: range) -> None:
+        """Deliver the tokens in the rows ``sampled``, of which all but the last were drafts."""
+        asked = generation.sampling.logprobs
+        for row in sampled:
+            token, last = int(result.ids[row]), row == sampled[-1]
+            error = result.errors.get(row) if result.errors else None
+            error = error or generation.grammar_error(token)
+            if error is not None:
+                generation.fail(error)
+            elif token < 0:
+                self._non_finite.append(generation)
+            else:
+                if last:
+                    generation.sequence.tokens.append(token)
+                else:
+                    generation.accepted += 1
+                if not generation.push(token, None if asked is None else result.token(row, asked)):
+                    continue
+            self._remove(generation)
+            return
 
     def _advance(self, group: BeamGroup) -> None:
         """Let a search go on if the candidates of all its beams are known."""

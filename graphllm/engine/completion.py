@@ -20,6 +20,8 @@ class Timings:
         prefill_tokens: prompt tokens computed; tokens found in the cache do not count.
         decode_s: time after the first token.
         decode_tokens: tokens sampled after the first one.
+        drafted_tokens: draft tokens that were computed (speculative decoding).
+        accepted_tokens: draft tokens that are part of the answer, or follow its end.
     """
 
     load_s: float = 0.0
@@ -29,15 +31,19 @@ class Timings:
     prefill_tokens: int = 0
     decode_s: float = 0.0
     decode_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def as_dict(self) -> dict[str, float]:
-        """Return the times in seconds, and the rates of prefill and decode in tokens/s."""
+        """Return the times in seconds, rates in tokens/s, and the numbers of draft tokens."""
         return {
             "load_s": round(self.load_s, 4),
             "queue_s": round(self.queue_s, 4),
             "ttft_s": round(self.ttft_s, 4),
             "prefill_tok_s": round(_rate(self.prefill_tokens, self.prefill_s), 2),
             "decode_tok_s": round(_rate(self.decode_tokens, self.decode_s), 2),
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
         }
 
 

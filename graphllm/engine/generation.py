@@ -24,6 +24,7 @@ from .stop_conditions import StopStringMatcher
 
 if TYPE_CHECKING:
     from .grammar import GrammarState
+    from .prompt_lookup import PromptLookup
 
 CANCELLED = "cancelled"  # a finish_reason, see `Completion`
 
@@ -119,6 +120,9 @@ class Generation:
         delivery: how the consumer waits.
         count: number of sampled tokens.
         prefilled_tokens: tokens of the prompt that are in the cache, or were before a preemption.
+        speculates: whether draft tokens may be computed, if the engine speculates.
+        lookup: predictions of the next tokens; None before the first.
+        drafted, accepted: numbers of draft tokens that were computed, and of those accepted.
         fault: the error that follows the results: logits that are not finite.
         error: the exception that ended the request, whatever results are not consumed.
         finish_reason: see `Completion`.
@@ -171,6 +175,9 @@ class Generation:
         self.started = 0.0  # start of the first step that computes it
         self.first = 0.0  # end of the step that gave the first candidates of a beam search
         self.prefill_tokens = self.prefilled_tokens = 0
+        self.speculates = True
+        self.lookup: PromptLookup | None = None
+        self.drafted = self.accepted = 0
 
     @property
     def blocks(self) -> SequenceBlocks:
@@ -241,7 +248,7 @@ class Generation:
             return self._finish("stop", at)
         if self.count >= sampling.max_tokens:
             return self._finish("length", at)
-        if len(self.sequence.tokens) >= self._context + 1:
+        if self.sequence.prompt_tokens + self.count > self._context:
             self.note = f"the context of {self._context} tokens is full: the answer is cut off"
             return self._finish("length", at)
         return False
@@ -340,6 +347,7 @@ class Generation:
         if event.token is not None or self._ended_by_token:
             timings.decode_s = event.at - self.submitted - timings.ttft_s
             timings.decode_tokens = len(completion.ids)
+        timings.drafted_tokens, timings.accepted_tokens = self.drafted, self.accepted
         if event.token is None:
             completion.finish_reason = self.finish_reason
             completion.notes += [self.note] if self.note else []

@@ -70,7 +70,7 @@ class Runner:
         self.pools = [name for name in outputs if name.startswith("kv.")]
         vocab = outputs["logits"].meta.inner[0]
         self._fed_rows = fed_rows(limits, vocab)
-        self._masks = np.empty((limits.sequences, mask_words(vocab)), np.int32)
+        self._masks = np.empty((limits.step_sequences, mask_words(vocab)), np.int32)
         self._encoded = {n: node for n, node in outputs.items() if n.startswith(ENCODED)}
         self._loop: _Loop | None = None
         self._advanced: list[Row] = []  # rows whose next step needs no feeds
@@ -89,7 +89,7 @@ class Runner:
 
     def largest_plans(self) -> list[Plan]:
         """Return plans that need at least the memory that any plan of several sequences needs."""
-        last, most = STAGES[-1], self.limits.sequences
+        last, most = STAGES[-1], self.limits.step_sequences
         names = [f"sampled{last}", f"logprobs{last}", *LOGPROBS[1:], *CANDIDATES, "hidden"]
         forward = [self.plan(names, self.limits.tokens, most, most)] if most > 1 else []
         fed = self._fed_plan(["sampled", *LOGPROBS], self._fed_rows)
@@ -113,7 +113,7 @@ class Runner:
 
     def bucket(self, sequences: int) -> int:
         """Return the upper bound of sequences of the plan that runs this many: a power of two."""
-        return min(self.limits.sequences, 1 << (sequences - 1).bit_length())
+        return min(self.limits.step_sequences, 1 << (sequences - 1).bit_length())
 
     # -- one step with feeds from the host
     def run(
@@ -140,7 +140,7 @@ class Runner:
             outputs = _outputs("ids" if every else "sampled", rows[:sampling]) if sampling else []
         prompts = [row.prompt_positions(c.start, c.stop) for c, row in zip(chunks, rows)]
         hidden = ["hidden"] if any(prompts) else []
-        decodes = (processing or chosen) and all(c.stop - c.start == 1 for c in chunks)
+        decodes = all(c.stop - c.start == 1 for c in chunks)
         plan = self.plan(
             [*(outputs or self.pools), *hidden, *chosen],
             size if decodes else self.limits.tokens, size, size if sampling else 1,

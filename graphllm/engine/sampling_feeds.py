@@ -118,7 +118,7 @@ def sampling_feeds(
     }
     feeds["count"] = np.array([row.count for row in rows], np.int32)
     if history:
-        rings = [_history_ring(row.sequence.tokens, limits.history) for row in rows]
+        rings = [_history_ring(row, limits.history) for row in rows]
         feeds["history"] = np.concatenate(rings)
     return feeds
 
@@ -200,12 +200,13 @@ def _padded(ids: Sequence[int], width: int) -> np.ndarray:
     return np.array([*ids, *[-1] * (width - len(ids))], np.int32)
 
 
-def _history_ring(tokens: Sequence[int], width: int) -> np.ndarray:
-    """Return the last ids as a ring [1, width]: position p in column p % width, -1 if empty.
+def _history_ring(row: Row, width: int) -> np.ndarray:
+    """Return the last ids of a row as a ring [1, width]: position p in column p % width, else -1.
 
     Tokens of a source count as empty.
     """
     ring = np.full((1, width), -1, np.int32)
-    first = max(0, len(tokens) - width)
-    ring[0, np.arange(first, len(tokens)) % width] = tokens[first:]
+    stop = row.sequence.prompt_tokens + row.count  # drafts may follow
+    first = max(0, stop - width)
+    ring[0, np.arange(first, stop) % width] = row.sequence.tokens[first:stop]
     return np.maximum(ring, -1)

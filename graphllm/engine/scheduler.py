@@ -159,7 +159,7 @@ class Scheduler:
         completed: `schedule` returns its chunks again.
         """
         commit = self._manager.commit
-        for sequence, start, stop, _ in chunks:
+        for sequence, start, stop, *_ in chunks:
             blocks = sequence.blocks
             if blocks is None:
                 continue
@@ -204,13 +204,18 @@ class Scheduler:
         if not chunks or len(chunks) != len(self._running) or self._may_admit_next():
             return None
         found = []
-        for sequence, _, start, samples in chunks:
+        for sequence, _, start, samples, _ in chunks:
             if not samples or sequence.blocks is None or start >= self.context:
                 return None
             if not self._manager.reserve(sequence.blocks, start, min(start + 2, self.context)):
                 return None
             found.append(Chunk(sequence, start, start + 1, True))
         return found
+
+    def extend(self, chunk: Chunk, count: int) -> bool:
+        """Reserve blocks for draft tokens behind ``chunk``; return whether there are enough."""
+        blocks, stop = chunk.sequence.blocks, min(chunk.stop + count + 1, self.context)
+        return blocks is not None and self._manager.reserve(blocks, chunk.start, stop)
 
     # -- phases of a step
     def _decode(self) -> None:

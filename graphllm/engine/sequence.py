@@ -55,13 +55,18 @@ class ActiveSequence:
 class Chunk(NamedTuple):
     """Tokens ``start`` to ``stop - 1`` of a sequence, computed in one step.
 
-    ``samples``: the chunk ends with the sequence's last token, so the step samples the next one.
+    Attributes:
+        samples: whether the chunk ends with the sequence's last token, so that the step samples the
+            next one.
+        drafts: predicted next tokens, which the step computes, too; afterwards the accepted ones,
+            which ``stop`` then includes.
     """
 
     sequence: ActiveSequence
     start: int
     stop: int
     samples: bool
+    drafts: tuple[int, ...] = ()
 
 
 class StepRecorder(Recorder, Protocol):

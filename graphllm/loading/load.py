@@ -14,6 +14,7 @@ from ..arguments import (
     OneOf,
     Optional,
     Rule,
+    as_int,
     flag,
     function,
     invalid_argument,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from ..weights import Weights
 
 DEFAULT_CONTEXT, DEFAULT_SEQUENCES = 4096, 16
+AUTO_DRAFTS, MAX_DRAFTS = 15, 63  # draft tokens of a step, if it chooses their number; at most
 
 
 def _model(name: str, value: Any) -> Any:
@@ -49,6 +51,24 @@ def _model(name: str, value: Any) -> Any:
     if isinstance(value, (str, os.PathLike)):
         return path(name, value)
     raise invalid_argument(name, value, "a path, a model name or an open model file")
+
+
+def _speculate(name: str, value: Any) -> int | str:
+    """Rule: "off", "auto", or a number of draft tokens, given as int or digits."""
+    if value in ("off", "auto"):
+        return str(value)
+    if isinstance(value, str):
+        number = int(value) if value.isascii() and value.isdecimal() and len(value) < 4 else None
+    else:
+        number = as_int(value)
+    if number is None or not 0 < number <= MAX_DRAFTS:
+        raise invalid_argument(name, value, f"off, auto or a number from 1 to {MAX_DRAFTS}")
+    return number
+
+
+def most_drafts(speculate: int | str) -> int:
+    """Return the maximum number of draft tokens of a step for the argument of `load`."""
+    return AUTO_DRAFTS if speculate == "auto" else 0 if speculate == "off" else int(speculate)
 
 
 # Argument rules of `load`, and of other functions with the same arguments.
@@ -64,6 +84,7 @@ RULES: dict[str, Rule] = {
     "kv_type": Optional(OneOf(CACHED)),
     "linear": OneOf(("auto", "integer", "float")),
     "deterministic": flag,
+    "speculate": _speculate,
     "threads": Integer(0),
     "place": Optional(text_mapping),
     "strict": flag,

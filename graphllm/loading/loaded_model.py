@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
@@ -25,6 +26,7 @@ from .load import (
     build_decoder,
     executor_arguments,
     graph_limits,
+    most_drafts,
     sized_limits,
 )
 
@@ -150,6 +152,7 @@ class LoadedModel:
         kv_type: str | None = None,
         linear: str = "auto",
         deterministic: bool = False,
+        speculate: int | str = "off",
         threads: int = 0,
         place: Mapping[str, str] | None = None,
         strict: bool = False,
@@ -179,6 +182,10 @@ class LoadedModel:
                 too), ``float``, or ``auto``.
             deterministic: give a request the same bits in any batch on CUDA, too, at the price that
                 docs/reproducibility.md states; the CPU always does.
+            speculate: draft tokens that a decode step computes for each sequence, as predicted from
+                the sequence itself: a number, ``off``, or ``auto`` for as many as the measured
+                times of steps make worth while, often none. Answers do not change; on CUDA they may
+                in the last bits of logits, as in other batches, without ``deterministic``.
             threads: number of CPU threads; 0 uses every performance core.
             place: backends by scope pattern: ``{"model.layers.3.*": "cpu"}``.
             strict: raise PlacementError if an op does not run on the first usable backend.
@@ -205,13 +212,28 @@ class LoadedModel:
         file = open_checkpoint(model)
         decoder = build_decoder(file, model_def, type, executor["backends"], options)
         limits = graph_limits(own["context"], kv_type, device, own["max_sequences"])
+        limits = replace(limits, drafts=most_drafts(own["speculate"]))
         owns = file is not model
         llm = cls(file, decoder, executor, limits, chat_template, owns, own["kv_memory"])
         llm.engine.offload_layers(own["gpu_layers"])
         # Conversion of weights can be interrupted in the main thread only.
         llm.engine.prepare(ahead=own["type"] is None, meanwhile=llm.check_texts)
+        if limits.drafts:
+            llm._speculate(0 if own["speculate"] == "auto" else limits.drafts)
         llm.load_s = time.perf_counter() - start
         return llm
+
+    def _speculate(self, fixed: int) -> None:
+        """Let the engine speculate; bind the plans of one sequence with its draft tokens.
+
+        ``fixed``: see `Speculation`.
+        """
+        from ..engine.speculation import Speculation
+
+        engine, limits = self.engine, self.limits
+        engine.batcher.speculation = Speculation(engine.scheduler, limits.step_sequences, fixed)
+        for bits in range(1, limits.drafts.bit_length() + 1):
+            self.executor.bind(engine.decode_plan(1 << bits))
 
     # -- chat template
     @property

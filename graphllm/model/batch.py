@@ -59,11 +59,17 @@ class Limits:
     top_logprobs: int = 20  # most likely ids whose log-probabilities a step can return
     candidates: int = 64  # most likely ids that a step returns for beam search
     kv_blocks: int = 0  # blocks of KV pools without a window; 0: all sequences at full length
+    drafts: int = 0  # draft tokens of a step, each of which is computed as a sequence of its own
 
     def within(self, context: int) -> Limits:
         """Return the limits for sequences of at most ``context`` tokens, the model's maximum."""
         length = min(self.context, context)
         return replace(self, context=length, tokens=min(self.tokens, length * self.sequences))
+
+    @property
+    def step_sequences(self) -> int:
+        """Maximum number of sequences of a step, draft tokens included."""
+        return max(self.sequences, min(self.sequences + self.drafts, self.tokens))
 
     @property
     def blocks(self) -> int:
@@ -134,8 +140,8 @@ def step_vars(limits: Limits) -> tuple[Var, Var, Var, Var]:
     """Return the Vars of a step: T tokens, S sequences, Q = S + 1, N rows of logits."""
     return (
         Var("T", 1, limits.tokens),
-        Var("S", 1, limits.sequences),
-        Var("Q", 2, limits.sequences + 1),
+        Var("S", 1, limits.step_sequences),
+        Var("Q", 2, limits.step_sequences + 1),
         Var("N", 1, limits.tokens),
     )
 

@@ -111,6 +111,8 @@ def _run_pass(
     llm.executor.get_state("ids")  # waits for a step that was launched ahead
     start = time.perf_counter_ns()
     generations = submit_all(engine, prompts, Sampling(seed=0), 2**31 - 1)
+    for each in generations:
+        each.speculates = False  # a step is one token of each
     while not all(each.count for each in generations):
         run_step(engine, generations, recorders)
     middle = time.perf_counter_ns()

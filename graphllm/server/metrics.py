@@ -32,6 +32,10 @@ class Metrics:
             registry=own,
         )
         self._generated = Counter("graphllm_generated_tokens", "Tokens generated.", registry=own)
+        self._drafted = Counter("graphllm_draft_tokens", "Draft tokens computed.", registry=own)
+        self._accepted = Counter(
+            "graphllm_accepted_draft_tokens", "Draft tokens accepted.", registry=own
+        )
         self._first = Histogram(
             "graphllm_time_to_first_token_seconds",
             "Time from the request to its first token, waiting included.",
@@ -50,6 +54,8 @@ class Metrics:
         self._prompt.inc(len(done.prompt_ids))
         self._cached.inc(done.cached_tokens)
         self._generated.inc(sum(len(each.ids) for each in done.choices))
+        self._drafted.inc(sum(each.timings.drafted_tokens for each in done.choices))
+        self._accepted.inc(sum(each.timings.accepted_tokens for each in done.choices))
         if done.ids:
             self._first.observe(done.timings.ttft_s)
             self._queue.observe(done.timings.queue_s)

@@ -44,6 +44,8 @@ def test_json_has_everything(model):
         "ttft_s",
         "prefill_tok_s",
         "decode_tok_s",
+        "drafted_tokens",
+        "accepted_tokens",
     }
     assert set(result["placement"]) == {"cpu"} and result["fallbacks"] == []
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cuda_cases import need_gpu, quantised
 from paper_cuda import paper_fixture  # noqa: F401
+from predicted_answers import predict_answers, speculate
 from request_runs import answer, requests, run_at_random
 from windowed_model import CONTEXT
 
@@ -119,6 +120,23 @@ def test_random_requests_get_bit_for_bit_what_they_get_alone(shape, kind, cached
     wrong = [i for i, (a, b) in enumerate(zip(have, want)) if a != b]
     assert not wrong, f"{len(wrong)} of {count}, first {asked[wrong[0]]}"
     assert many.scheduler.preempted > 0 and many.manager.hits > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("fixed", [0, 4])
+def test_drafts_change_no_bit(fixed, monkeypatch):
+    """With preemption, prefix reuse, log-probabilities, penalties, and steps launched ahead."""
+    need_gpu()
+    rng = random.Random(SEED)
+    asked = requests(rng, REQUESTS // 4, processors=True)
+    single = engine(DENSE, "q4_k_m")
+    want = [answer(single, *each) for each in asked]
+    predict_answers(monkeypatch, asked, want)
+    many = engine(DENSE, "q4_k_m", sequences=6, kv_blocks=24, drafts=16)
+    speculate(many, fixed)
+    assert run_at_random(many, asked, rng) == want
+    own = many.batcher.speculation
+    assert min(own.accepted, own.rejected) > 5 or not fixed
 
 
 @pytest.mark.cuda

@@ -1,0 +1,182 @@
+"""Speculative decoding: draft tokens are computed behind the last token of a sequence.
+
+A draft token counts as accepted if it is the token that is sampled at its position. The noise of
+sampling is a function of the position, so the answer is that of decoding without drafts, whatever
+the temperature (`graphllm.ops.sampling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .generation import Generation
+from .logits_processors import LogitsProcessor
+from .prompt_lookup import PromptLookup
+from .sampling_feeds import Row
+from .scheduler import Scheduler
+from .sequence import ActiveSequence, Chunk
+from .step_result import StepResult
+from .step_times import StepTimes
+
+if TYPE_CHECKING:
+    from .grammar import GrammarState
+
+_LEAST_GAIN = 1.03  # expected gain below which no draft is computed
+_LEAST_RATE = 0.1  # probability of a draft's acceptance below which it is not computed
+
+
+class Speculation:
+    """Chooses the draft tokens of each decode step.
+
+    With a fixed number, each sequence with a prediction gets that many. Otherwise the number is the
+    one with the most expected tokens per second, often none, from the measured times of steps and
+    the rates at which predictions came true.
+
+    Args:
+        scheduler: reserves the blocks of draft tokens.
+        rows: maximum number of rows of a step: sequences and draft tokens.
+        fixed: draft tokens of each sequence; 0 chooses their number.
+    """
+
+    def __init__(self, scheduler: Scheduler, rows: int, fixed: int = 0) -> None:
+        self._scheduler, self._rows, self._fixed = scheduler, rows, fixed
+        self._times = StepTimes()
+
+    def extend(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> list[Chunk]:
+        """Return the chunks of a decode step with draft tokens, for which blocks are reserved."""
+        found = []
+        for chunk, row, count in zip(chunks, rows, self.choose(chunks, rows)):
+            if count and isinstance(row, Generation) and self._scheduler.extend(chunk, count):
+                chunk = chunk._replace(drafts=_lookup(row).predict(count))
+                row.drafted += count
+            found.append(chunk)
+        return found
+
+    def choose(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> list[int]:
+        """Return the number of draft tokens of each sequence of a decode step."""
+        room = self._rows - len(rows)
+        if any(row.processors or row.asks_candidates for row in rows):
+            room = 0  # the host chooses tokens of this step
+        context = self._scheduler.context
+        most = [_most_drafts(row, chunk, room, context) for chunk, row in zip(chunks, rows)]
+        rates = [_lookup(row).rates(n) if n else [] for row, n in zip(rows, most)]
+        if self._fixed:
+            return [min(self._fixed, room // len(rows), len(each)) for each in rates]
+        return self._most_profitable(rates, room)
+
+    def _most_profitable(self, rates: Sequence[Sequence[float]], room: int) -> list[int]:
+        """Return the numbers of draft tokens with the most expected tokens per second.
+
+        Args:
+            rates: probabilities that the drafts of each sequence are accepted, descending.
+            room: maximum number of draft tokens.
+        """
+        counts, sequences = [0] * len(rates), len(rates)
+        ordered = sorted(
+            ((rate, s) for s, each in enumerate(rates) for rate in each if rate > _LEAST_RATE),
+            reverse=True,
+        )[:room]
+        if not ordered:
+            return counts
+        tokens, least, chosen = float(sequences), self._times.plain(sequences) / sequences, 0
+        least /= _LEAST_GAIN
+        for number, (rate, _) in enumerate(ordered, 1):
+            tokens += rate
+            seconds = self._times.with_drafts(sequences + number) / tokens
+            if seconds < least:
+                least, chosen = seconds, number
+        if not chosen:
+            self._times.doubt()
+        for _, sequence in ordered[:chosen]:
+            counts[sequence] += 1
+        return counts
+
+    def split(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> tuple[list[Chunk], list[Row]]:
+        """Return a step in which each draft token is the only token of a sequence of its own.
+
+        That sequence ends with the draft token, in the blocks of the sequence that it belongs to.
+        All keys and values of a layer are written before any is read, so this is a decode step of
+        more sequences, with the same kernels and the same results.
+        """
+        found, own = list[Chunk](), list[Row]()
+        for chunk, row in zip(chunks, rows):
+            tokens = [*chunk.sequence.tokens, *chunk.drafts]
+            sequence = replace(chunk.sequence, tokens=tokens) if chunk.drafts else chunk.sequence
+            for shift in range(len(chunk.drafts) + 1):
+                start = chunk.start + shift
+                found.append(Chunk(sequence, start, start + 1, True))
+                own.append(_DraftRow(row, sequence, shift) if chunk.drafts else row)
+        return found, own
+
+    def accept(self, chunks: Sequence[Chunk], result: StepResult) -> tuple[list[Chunk], StepResult]:
+        """Append the accepted draft tokens to their sequences.
+
+        Args:
+            chunks: the step before `split`.
+            result: what its rows sampled.
+
+        Returns:
+            The chunks with the accepted drafts only, and the rows of ``result`` that are left.
+        """
+        found, kept, first, sampled = list[Chunk](), list[int](), 0, result.ids.tolist()
+        for chunk in chunks:
+            count, most = 0, len(chunk.drafts)
+            while count < most and chunk.drafts[count] == sampled[first + count]:
+                count += 1
+            kept += range(first, first + count + 1)
+            first += most + 1
+            chunk.sequence.tokens.extend(chunk.drafts[:count])
+            found.append(chunk._replace(stop=chunk.stop + count, drafts=chunk.drafts[:count]))
+        return found, StepResult.of(each[kept] for each in result[:4] if each is not None)
+
+    def note_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Note the time of a decode step."""
+        drafts = sum(len(chunk.drafts) for chunk in chunks)
+        self._times.note(len(chunks) + drafts, drafts > 0, seconds)
+
+
+class _DraftRow:
+    """A row of a step that computes draft tokens behind the last token of ``row``; see `Row`.
+
+    Args:
+        row: the request.
+        sequence: its tokens, and all of the draft tokens.
+        drafts: how many of these the row has computed before.
+    """
+
+    asks_candidates = False
+    processors: Sequence[LogitsProcessor] = ()
+    grammar: GrammarState | None = None
+
+    def __init__(self, row: Row, sequence: ActiveSequence, drafts: int) -> None:
+        self.sequence, self.sampling, self.settings = sequence, row.sampling, row.settings
+        self.stages, self.asks_logprobs = row.stages, row.asks_logprobs
+        self.count, self.blocks = row.count + drafts, row.blocks
+
+    def prompt_positions(self, start: int, stop: int) -> range:
+        """Return no position: the prompt is computed."""
+        return range(0)
+
+
+def _lookup(row: Row) -> PromptLookup:
+    """Return the predictions for a request, up to date."""
+    assert isinstance(row, Generation)
+    if row.lookup is None:
+        row.lookup = PromptLookup(row.sequence.tokens)
+    row.lookup.update()
+    return row.lookup
+
+
+def _most_drafts(row: Row, chunk: Chunk, room: int, context: int) -> int:
+    """Return how many draft tokens of a request a step can compute; ``room``: of all requests.
+
+    A grammar would have to consume them first, a source is no text that an answer repeats, and the
+    first token after a prompt reports the end of the prefill.
+    """
+    if not isinstance(row, Generation) or not row.speculates or not row.count:
+        return 0
+    if row.grammar is not None or row.sequence.source:
+        return 0
+    return max(0, min(room, row.sampling.max_tokens - row.count - 1, context - chunk.stop))
