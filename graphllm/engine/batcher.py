@@ -109,7 +109,8 @@ class Batcher:
             if self.speculation is not None:
                 chunks = self.speculation.extend(chunks, rows)
                 if any(chunk.drafts for chunk in chunks):
-                    result = self.runner.run(*self.speculation.split(chunks, rows), decode)
+                    self.runner.decode(*self.speculation.split(chunks, rows), decode)
+                    result = self.runner.take()
                     self.speculation.note_step(chunks, time.perf_counter() - began)
                     self._finish(*self.speculation.accept(chunks, result))
                     return True

@@ -140,7 +140,7 @@ class Runner:
             outputs = _outputs("ids" if every else "sampled", rows[:sampling]) if sampling else []
         prompts = [row.prompt_positions(c.start, c.stop) for c, row in zip(chunks, rows)]
         hidden = ["hidden"] if any(prompts) else []
-        decodes = all(c.stop - c.start == 1 for c in chunks)
+        decodes = (processing or chosen) and all(c.stop - c.start == 1 for c in chunks)
         plan = self.plan(
             [*(outputs or self.pools), *hidden, *chosen],
             size if decodes else self.limits.tokens, size, size if sampling else 1,

@@ -59,7 +59,7 @@ def test_random_requests_get_what_they_get_without_drafts(path, backend, fixed, 
     assert set(engine.manager.held.values()) == {0}
 
 
-@pytest.mark.parametrize("where", ["run", "accept", "complete", "push"])
+@pytest.mark.parametrize("where", ["take", "accept", "complete", "push"])
 def test_an_interrupted_step_loses_and_repeats_nothing(path, monkeypatch, where):
     asked = requests(random.Random(SEED + 1), 12)
     single = windowed_model.make_engine(path)
@@ -67,7 +67,7 @@ def test_an_interrupted_step_loses_and_repeats_nothing(path, monkeypatch, where)
     predict_answers(monkeypatch, asked, want)
     engine = speculating(path, sequences=4)
     owner = {
-        "run": engine.batcher.runner, "accept": engine.batcher.speculation,
+        "take": engine.batcher.runner, "accept": engine.batcher.speculation,
         "complete": engine.scheduler, "push": Generation,
     }[where]  # fmt: skip
     rng, real, interrupts = random.Random(SEED), getattr(owner, where), []
