@@ -74,6 +74,8 @@ class Runner:
         self._encoded = {n: node for n, node in outputs.items() if n.startswith(ENCODED)}
         self._loop: _Loop | None = None
         self._advanced: list[Row] = []  # rows whose next step needs no feeds
+        self._settings: list[Mapping[str, np.ndarray]] = []  # of the rows that were fed last
+        self._held: set[str] = set()  # leaves that have the values of these settings
 
     @property
     def logits_outputs(self) -> list[str]:
@@ -206,6 +208,7 @@ class Runner:
             plan = self._fed_plan(names, min(most, self.bucket(len(some))))
             feeds = {f"fed.{name}": values[at : at + most] for name, values in found.items()}
             feeds |= sampling_feeds(self.limits, some, plan.leaves, history=False)
+            self._held = set()
             values = self.executor.run(plan, feeds)
             parts.append([values[f"{name}.fed"] for name in names])
         return StepResult.of(map(np.concatenate, zip(*parts)))._replace(errors=errors)
@@ -229,19 +232,35 @@ class Runner:
         return found
 
     def feeds(
-        self, plan: Plan, parts: Rows[Chunk], rows: Rows[Row]
+        self, plan: Plan, parts: Rows[Chunk], rows: Rows[Row], all_settings: bool = True
     ) -> tuple[Feeds, dict[str, int]]:
-        """Return the feeds of a step, and the number of its (query, key) pairs."""
+        """Return the feeds of a step, and the number of its (query, key) pairs.
+
+        ``all_settings``: also those settings that the device has, as the last rows had the same.
+        """
         spans = [
             Span(c.sequence.tokens[c.start : c.stop], c.start, c.sequence.prefix, row.blocks)
             for c, row in zip(parts, rows)
         ]
         feeds, env = forward_feeds(self.manager, spans)
         feeds["rows"] = feeds["rows"][: max(1, sum(chunk.samples for chunk in parts))]
-        feeds |= sampling_feeds(self.limits, rows, plan.leaves, _stages(rows) >= PROCESSED)
+        names = {*plan.leaves} - (set() if all_settings else self._held_settings(rows))
+        feeds |= sampling_feeds(self.limits, rows, names, _stages(rows) >= PROCESSED)
+        if fed := names & rows[0].settings.keys():
+            self._settings = [row.settings for row in rows]
+            self._held = fed if all_settings else self._held | fed
         if "mask" in plan.leaves:
             feeds["mask"] = mask_feed(rows, self._masks)
         return feeds, env
+
+    def _held_settings(self, rows: Rows[Row]) -> set[str]:
+        """Return the settings that need not be fed for ``rows``."""
+        known = len(rows) <= len(self._settings) and all(
+            row.settings is last for row, last in zip(rows, self._settings)
+        )
+        if not known:
+            self._held = set()
+        return {name for name in self._held if self.executor.buffers.written(name)}
 
     def _tables(self, rows: Rows[Row], name: str) -> np.ndarray:
         return np.stack([row.blocks.tables[name] for row in rows])
@@ -282,7 +301,8 @@ class Runner:
         feeds["rows"] = np.arange(count, dtype=np.int32)
         plan = self.plan(outputs, size, size, size)
         if self._advanced != rows:
-            feeds |= self.feeds(plan, chunks, rows)[0]
+            self.executor.bind(plan)
+            feeds |= self.feeds(plan, chunks, rows, all_settings=False)[0]
         env = {"T": count, "S": count, "Q": count + 1, "N": count}
         lengths: list[int] = []
         steps = self.executor.decode_loop(
@@ -324,8 +344,8 @@ class Runner:
         return StepResult.of([ids, *loop.steps.take_others()])
 
     def reset(self) -> None:
-        """Forget the decode loop: the next step is fed by the host."""
-        self._loop, self._advanced = None, []
+        """Forget the decode loop and what was fed: the next step is fed by the host."""
+        self._loop, self._advanced, self._held = None, [], set()
 
 
 def _own_tokens(sequence: ActiveSequence) -> list[int]:
