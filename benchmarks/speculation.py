@@ -12,8 +12,8 @@ story    The beginning of a story, at temperature 1: little is repeated.
 
 The answer of a model with random weights repeats nothing. So with --random, a step predicts the
 answer without drafts, and each prediction is right with a given probability (``right 0.9``): this
-measures the steps, not the predictions. ``look-up`` are the real predictions for such an answer, of
-which hardly any come true.
+measures the steps, not the predictions. Since the answers must be the same, CUDA is deterministic.
+``look-up`` are the real predictions for such an answer, of which hardly any come true.
 
 Answers with and without drafts are timed one after the other, in rounds; ``gain`` is the median of
 the ratios of a round. ``tok/step``: tokens of a step with drafts, on average over all steps.
@@ -149,11 +149,12 @@ def main() -> None:
     parser.add_argument("-t", "--threads", type=int, default=0)
     given = parser.parse_args()
     model = RandomCheckpoint(given.random, given.type) if given.random else given.model
+    deterministic = given.deterministic or given.random is not None
     llm = graphllm.load(
-        model, device=given.device, deterministic=given.deterministic, threads=given.threads,
+        model, device=given.device, deterministic=deterministic, threads=given.threads,
         max_sequences=1, speculate=given.speculate,
     )  # fmt: skip
-    print(llm, "deterministic" if given.deterministic else "", "speculate", given.speculate)
+    print(llm, "deterministic" if deterministic else "", "speculate", given.speculate)
     head = ("plain t/s", "drafts", "gain", "tok/step", "accepted")
     print(f"{'':<12} {head[0]:>9} {head[1]:>9} {head[2]:>6} {'':<11} {head[3]:>8} {head[4]:>12}")
     cases = random_cases(llm, given.tokens, given.depth) if given.random else texts()

@@ -297,12 +297,12 @@ class Runner:
     ) -> _Loop:
         count, outputs = len(rows), _outputs("ids", rows)
         size = self.bucket(count)
-        feeds: Feeds = {"q_start": np.arange(count + 1, dtype=np.int32)}
-        feeds["rows"] = np.arange(count, dtype=np.int32)
-        plan = self.plan(outputs, size, size, size)
+        plan, feeds = self.plan(outputs, size, size, size), Feeds()
         if self._advanced != rows:
             self.executor.bind(plan)
-            feeds |= self.feeds(plan, chunks, rows, all_settings=False)[0]
+            feeds, _ = self.feeds(plan, chunks, rows, all_settings=False)
+        feeds["rows"] = np.arange(count, dtype=np.int32)
+        feeds["q_start"] = _query_starts(chunks)
         env = {"T": count, "S": count, "Q": count + 1, "N": count}
         lengths: list[int] = []
         steps = self.executor.decode_loop(
@@ -346,6 +346,19 @@ class Runner:
     def reset(self) -> None:
         """Forget the decode loop and what was fed: the next step is fed by the host."""
         self._loop, self._advanced, self._held = None, [], set()
+
+
+def _query_starts(chunks: Rows[Chunk]) -> np.ndarray:
+    """Return ``q_start`` of a decode step.
+
+    Of adjacent chunks of one sequence, the last one has the queries of all, and the others have
+    none: so kernels know that the keys of the first ones are written in this step, too.
+    """
+    starts = [*range(len(chunks) + 1)]
+    for index in range(1, len(chunks)):
+        if chunks[index].sequence is chunks[index - 1].sequence:
+            starts[index] = starts[index - 1]
+    return np.array(starts, np.int32)
 
 
 def _own_tokens(sequence: ActiveSequence) -> list[int]:

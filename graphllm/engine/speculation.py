@@ -94,20 +94,23 @@ class Speculation:
         return counts
 
     def split(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> tuple[list[Chunk], list[Row]]:
-        """Return a step in which each draft token is the only token of a sequence of its own.
+        """Return a decode step in which each draft token has a chunk and a row of its own.
 
-        That sequence ends with the draft token, in the blocks of the sequence that it belongs to.
-        All keys and values of a layer are written before any is read, so this is a decode step of
-        more sequences, with the same kernels and the same results.
+        Those of a request have one sequence, with all of its drafts. So the step has the plans and
+        kernels of a decode step of as many sequences.
         """
         found, own = list[Chunk](), list[Row]()
         for chunk, row in zip(chunks, rows):
+            if not chunk.drafts:
+                found.append(chunk)
+                own.append(row)
+                continue
             tokens = [*chunk.sequence.tokens, *chunk.drafts]
-            sequence = replace(chunk.sequence, tokens=tokens) if chunk.drafts else chunk.sequence
+            sequence = replace(chunk.sequence, tokens=tokens)
             for shift in range(len(chunk.drafts) + 1):
                 start = chunk.start + shift
                 found.append(Chunk(sequence, start, start + 1, True))
-                own.append(_DraftRow(row, sequence, shift) if chunk.drafts else row)
+                own.append(_DraftRow(row, sequence, shift))
         return found, own
 
     def accept(self, chunks: Sequence[Chunk], result: StepResult) -> tuple[list[Chunk], StepResult]:
