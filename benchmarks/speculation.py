@@ -37,7 +37,20 @@ from graphllm.engine.completion import Completion
 from graphllm.engine.prompt_lookup import PromptLookup
 
 STORY = "The old lighthouse had been dark for years when a light came on. Nobody in the village"
-QUOTES = "Four sentences of this text, word for word:\n\n1. "
+REPORT = """\
+The city council voted on Tuesday to close the old bridge over the river from the first of May. \
+Engineers had found cracks in two of its seven arches in January, and the repair of the northern \
+arch alone will take at least nine months. Buses will cross the river on the railway bridge, which \
+is two miles to the east. "We know what this means for the shops on both banks," the mayor said, \
+"but we will not wait until somebody is hurt." The owners of the shops asked for a footbridge in \
+the meantime. The council will decide about the footbridge in June, when the engineers have \
+finished their report. The old bridge was built in 1874 and was last repaired after the flood of \
+1953. About eleven thousand cars cross it every day."""
+QUOTES = """What the report says, in quotes:
+
+- The bridge is closed: "The city council voted on Tuesday to close the old bridge over the river \
+from the first of May."
+- The reason: "Engineers"""
 RIGHT = (0.95, 0.9, 0.8, 0.6)
 Run = Callable[[bool], Completion]  # whether to speculate -> the answer
 
@@ -55,12 +68,11 @@ class Case:
 def texts() -> list[Case]:
     """Return the three texts."""
     code = inspect.getsource(textwrap.dedent)
-    license_text = inspect.cleandoc(textwrap.TextWrapper.__doc__ or "")
     renamed = code.replace("dedent", "remove_indent")
     start = renamed[: renamed.index("(")]
     return [
         Case("edit", f"# textwrap.py\n{code}\n\n# The same, called remove_indent\n{start}", 0),
-        Case("summary", f"{license_text}\n\n{QUOTES}", 0),
+        Case("summary", f"{REPORT}\n\n{QUOTES}", 0),
         Case("story", STORY, 1),
     ]
 

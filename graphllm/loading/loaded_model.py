@@ -32,6 +32,7 @@ from .load import (
 
 if TYPE_CHECKING:
     from ..chat import ChatTemplate
+    from ..compiler.plan import Plan
     from ..tokenizer import Tokenizer
     from ..tokenizer.languages import Languages
     from .seq2seq import Seq2Seq
@@ -216,24 +217,30 @@ class LoadedModel:
         owns = file is not model
         llm = cls(file, decoder, executor, limits, chat_template, owns, own["kv_memory"])
         llm.engine.offload_layers(own["gpu_layers"])
+        draft_plans = llm._speculate(own["speculate"] == "auto") if limits.drafts else []
+        for plan in draft_plans:  # before others are bound, which would be undone
+            llm.executor.reserve(plan)
         # Conversion of weights can be interrupted in the main thread only.
         llm.engine.prepare(ahead=own["type"] is None, meanwhile=llm.check_texts)
-        if limits.drafts:
-            llm._speculate(0 if own["speculate"] == "auto" else limits.drafts)
+        for plan in draft_plans:
+            llm.executor.bind(plan)
         llm.load_s = time.perf_counter() - start
         return llm
 
-    def _speculate(self, fixed: int) -> None:
-        """Let the engine speculate; bind the plans of one sequence with its draft tokens.
+    def _speculate(self, auto: bool) -> list[Plan]:
+        """Let the engine speculate; return the plans of one sequence with its draft tokens.
 
-        ``fixed``: see `Speculation`.
+        ``auto``: choose their number in each step. RequestError: the model is an encoder-decoder.
         """
         from ..engine.speculation import Speculation
 
-        engine, limits = self.engine, self.limits
-        engine.batcher.speculation = Speculation(engine.scheduler, limits.step_sequences, fixed)
-        for bits in range(1, limits.drafts.bit_length() + 1):
-            self.executor.bind(engine.decode_plan(1 << bits))
+        if self.seq2seq is not None:
+            raise RequestError("an encoder-decoder does not speculate", "speculate")
+        engine, drafts = self.engine, self.limits.drafts
+        engine.batcher.speculation = Speculation(
+            engine.scheduler, self.limits.step_sequences, fixed=0 if auto else drafts
+        )
+        return [engine.decode_plan(1 << bits) for bits in range(1, drafts.bit_length() + 1)]
 
     # -- chat template
     @property
