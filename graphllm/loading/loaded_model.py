@@ -183,10 +183,10 @@ class LoadedModel:
                 too), ``float``, or ``auto``.
             deterministic: give a request the same bits in any batch on CUDA, too, at the price that
                 docs/reproducibility.md states; the CPU always does.
-            speculate: draft tokens that a decode step computes for each sequence, as predicted from
-                the sequence itself: a number, ``off``, or ``auto`` for as many as the measured
-                times of steps make worth while, often none. Answers do not change; on CUDA they may
-                in the last bits of logits, as in other batches, without ``deterministic``.
+            speculate: maximum number of draft tokens of a decode step, which are predicted from the
+                sequences themselves; ``off``, or ``auto``: as many as the measured times of steps
+                make worth while, often none. Answers stay the same; on CUDA, logits may differ in
+                their last bits, as in other batches, without ``deterministic``.
             threads: number of CPU threads; 0 uses every performance core.
             place: backends by scope pattern: ``{"model.layers.3.*": "cpu"}``.
             strict: raise PlacementError if an op does not run on the first usable backend.

@@ -229,6 +229,8 @@ def test_each_of_several_prompts_gets_its_own_seed(llm):
         *(("linear", value, "must be auto, integer or float") for value in ("int", None, 1)),
         *(("strict", value, "must be True or False") for value in ("no", 0, None)),
         ("deterministic", 1, "must be True or False"),
+        *(("speculate", v, "must be off, auto or a number from 1 to 63")
+          for v in (0, 64, True, None, "on", "-1", "9" * 5000, ["auto"])),
         *(("device", value, "must be a non-empty string") for value in (None, "", ["cpu"])),
         *(("type", value, "must be a non-empty string") for value in (8, "", ["q8_0"])),
         *(("no_fuse", v, "must be non-empty") for v in (None, 1, [1], "", b"all", {"all": 1})),
@@ -244,7 +246,7 @@ def test_each_of_several_prompts_gets_its_own_seed(llm):
 )  # fmt: skip
 def test_invalid_arguments_of_load(path, name, value, message):
     for call in (graphllm.load, graphllm.dry_run):
-        if call is graphllm.dry_run and name in ("chat_template", "progress"):
+        if call is graphllm.dry_run and name in ("chat_template", "progress", "speculate"):
             continue
         with pytest.raises(GraphllmError) as caught:
             call(path, **{name: value})
