@@ -200,8 +200,8 @@ class GenerationLoadOptions(LoadOptions):
         Option(
             "--speculate",
             metavar="N|auto|off",
-            help="Speculative decoding by prompt look-up: compute up to N draft tokens in a step, or "
-            "as many as pay (auto). Answers stay the same.",
+            help="Speculative decoding by prompt look-up: compute up to N draft tokens in a step, "
+            "or as many as pay (auto). Answers stay the same.",
         ),
     ] = "off"
 
