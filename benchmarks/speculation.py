@@ -46,11 +46,13 @@ is two miles to the east. "We know what this means for the shops on both banks,"
 the meantime. The council will decide about the footbridge in June, when the engineers have \
 finished their report. The old bridge was built in 1874 and was last repaired after the flood of \
 1953. About eleven thousand cars cross it every day."""
-QUOTES = """What the report says, in quotes:
+QUOTES = """What the report says, in its own words:
 
-- The bridge is closed: "The city council voted on Tuesday to close the old bridge over the river \
-from the first of May."
-- The reason: "Engineers"""
+Closure: "The city council voted on Tuesday to close the old bridge over the river from the first \
+of May."
+Reason: "Engineers had found cracks in two of its seven arches in January, and the repair of the \
+northern arch alone will take at least nine months."
+Buses: "Buses"""
 RIGHT = (0.95, 0.9, 0.8, 0.6)
 Run = Callable[[bool], Completion]  # whether to speculate -> the answer
 
@@ -156,7 +158,7 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--speculate", default="auto", help="see `graphllm run`")
     parser.add_argument("--depth", type=int, default=512, help="tokens of a random prompt")
-    parser.add_argument("-n", "--tokens", type=int, default=200)
+    parser.add_argument("-n", "--tokens", type=int, default=100)
     parser.add_argument("-r", "--rounds", type=int, default=5)
     parser.add_argument("-t", "--threads", type=int, default=0)
     given = parser.parse_args()

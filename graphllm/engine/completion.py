@@ -21,7 +21,7 @@ class Timings:
         decode_s: time after the first token.
         decode_tokens: tokens sampled after the first one.
         drafted_tokens: draft tokens that were computed (speculative decoding).
-        accepted_tokens: draft tokens that are part of the answer, or follow its end.
+        accepted_tokens: draft tokens that were accepted.
     """
 
     load_s: float = 0.0
