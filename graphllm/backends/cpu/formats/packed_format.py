@@ -238,6 +238,7 @@ class Block256(BlockFormat):
 
     sub: int
     minima: ClassVar[bool]  # whether the term that does not depend on q has factors of its own
+    offset: ClassVar[int]  # without minima: the integer that stands for zero
     signed_scales: ClassVar[bool]
     # How AMX multiplies integers by scales (`amx_operands`). "byte": products fit an unsigned byte.
     # "negated": minus the products fit a byte. "scale": scales have six bits, and products with

@@ -131,7 +131,7 @@ def _kernel(name: str, floating: bool, tile_groups: int, tile_tokens: int) -> Ke
     """The kernel for a format; see `linear_loops.make_loops`."""
     gemv, gemm, panels = make_loops(name, floating, tile_groups, tile_tokens)
     wide = make_wide_loops(name, floating)
-    wide_gemm, least, unit, tail = wide.gemm, wide.least, wide.unit, wide.tail
+    wide_gemm, most, least, unit, tail = wide.gemm, wide.tokens, wide.least, wide.unit, wide.tail
     has_gemv, panels = gemv is not no_gemv, max(panels, wide.nbytes)
     results, table = linear.results_bytes(tile_groups, wide), 8 * WIDE_TOKENS
     stack_bytes = panels + results + 2 * table + _SORT_STACK_BYTES
@@ -162,7 +162,7 @@ def _kernel(name: str, floating: bool, tile_groups: int, tile_tokens: int) -> Ke
                 first, end = begin[matrix], begin[matrix + 1]
             w, bias = a.w + matrix * a.matrix_bytes, a.bias + matrix * n * 4 if a.bias != 0 else 0
             many = first + linear.wide_tokens(end - first, least, unit, tail)
-            step = linear.tokens_per_pass(many - first, unit, WIDE_TOKENS)
+            step = linear.tokens_per_pass(many - first, unit, most)
             for t in range(first, many, step):
                 some = min(step, many - t)
                 _write_offsets(a, order, t, some, matrix, rows, places)

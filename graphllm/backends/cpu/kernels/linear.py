@@ -141,7 +141,7 @@ def _kernel(name: str, floating: bool, tile_groups: int, tile_tokens: int) -> Ke
     """The kernel for a format; see `make_loops`."""
     gemv, gemm, panels = make_loops(name, floating, tile_groups, tile_tokens)
     wide = make_wide_loops(name, floating)
-    wide_gemm, least, unit, tail = wide.gemm, wide.least, wide.unit, wide.tail
+    wide_gemm, most, least, unit, tail = wide.gemm, wide.tokens, wide.least, wide.unit, wide.tail
     has_gemv, panels = gemv is not no_gemv, max(panels, wide.nbytes)
     results = results_bytes(tile_groups, wide)
     stack_bytes = panels + results + 8 * WIDE_TOKENS
@@ -154,7 +154,7 @@ def _kernel(name: str, floating: bool, tile_groups: int, tile_tokens: int) -> Ke
         c, rows = panel + panels, panel + panels + results
         single, many = has_gemv and tokens == 1, wide_tokens(tokens, least, unit, tail)
         step, by = tokens_per_pass(tokens - many, tile_tokens, PASS_TOKENS), tile_groups
-        wide_step, wide_by = tokens_per_pass(many, unit, WIDE_TOKENS), wide_groups(groups, threads)
+        wide_step, wide_by = tokens_per_pass(many, unit, most), wide_groups(groups, threads)
         if not single:
             multiple = wide_by if many > 0 else by
             per = (per + multiple - 1) // multiple * multiple

@@ -27,8 +27,8 @@ from .linear_blocks import (
 CHUNK = 256  # columns per update of c
 BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m if the format has one
 # A super-block's panel: bytes of q, then scales, corrections and offsets, factors.
-_K_WORDS = 64 * VECTOR
-PANEL = _K_WORDS + (16 + 8 + 2) * VECTOR
+K_WORDS = 64 * VECTOR
+PANEL = K_WORDS + (16 + 8 + 2) * VECTOR
 IN_PLACE_AHEAD = 4096  # prefetch distance in bytes of tiles that read packed weights
 
 
@@ -60,7 +60,7 @@ def _unpack_k(e: Emitter, f: Block256, w: Value, panel: Value) -> None:
             e.store(word, target, VECTOR * j)
     factors = (each for kind in factors_of(e, f, w) for each in kind)
     for j, each in enumerate(chain(scales_of(e, f, w), factors)):
-        e.store(each, panel, _K_WORDS + VECTOR * j)
+        e.store(each, panel, K_WORDS + VECTOR * j)
 
 
 def tile(
@@ -128,10 +128,11 @@ def word_dots(
                 continue
             for g, word in enumerate(words):
                 product = e.multiply_bytes(word, x, f.signed(e.isa))
-                parts[g] = product if j % terms == 0 else e.add_i16(parts[g], product)
+                old = parts[g]
+                parts[g] = product if j % terms == 0 else e.keep(e.add_i16(old, product))
         if terms and (j % terms == terms - 1 or j == count - 1):
             for found, parts in zip(dots, sums):
-                found[:] = [e.dot_i16(*each) for each in zip(parts, scales, found)]
+                found[:] = [e.keep(e.dot_i16(*each)) for each in zip(parts, scales, found)]
     return dots
 
 
@@ -184,7 +185,7 @@ def _tile_k(
         prefetch(loop.index)
         at = [e.at(panel, e.times(loop.index, VECTOR * per)) for panel in panels]
         one = e.times(loop.index, VECTOR)
-        scales = [e.load(e.at(panel, one), offset=_K_WORDS) for panel in panels]
+        scales = [e.load(e.at(panel, one), offset=K_WORDS) for panel in panels]
         xs = [e.at(q, e.times(loop.index, f.sub), row) for row in rows]
         if e.isa.vnni:
             four = e.times(loop.index, 4)
@@ -215,7 +216,7 @@ def _add_k(
     c: Value,
 ) -> None:
     """Add the contribution of a super-block to 16 results at ``c``; the panel has its factors."""
-    at = e.at(panel, _K_WORDS + VECTOR * (CHUNK // f.sub))
+    at = e.at(panel, K_WORDS + VECTOR * (CHUNK // f.sub))
     each = 128 // f.sub  # vectors of corrections and of offsets
     corrections = [e.load(at, offset=VECTOR * j) for j in range(each * f.has_corrections(e))]
     at = e.at(at, VECTOR * len(corrections))
@@ -227,5 +228,5 @@ def _add_k(
     e.store(e.add(e.load(c, F32S), e.mul(contribution, e.broadcast_f32(d))), c)
 
 
-__all__ = ["BLOCK32_PANEL", "CHUNK", "IN_PLACE_AHEAD", "PANEL", "tile", "token_rows", "unpack",
-           "word_dots"]  # fmt: skip
+__all__ = ["BLOCK32_PANEL", "CHUNK", "IN_PLACE_AHEAD", "K_WORDS", "PANEL", "tile", "token_rows",
+           "unpack", "word_dots"]  # fmt: skip

@@ -21,6 +21,9 @@ from .linear_microkernels import (
     amx_unpack,
     fused,
     fused_float,
+    gather,
+    gathered_tiles,
+    gathered_unpack,
     tile,
     tile_float,
     unpack,
@@ -30,12 +33,12 @@ from .linear_row_loops import make_row_loops, make_wide_row_loops
 from .token_tiles import (
     GROUP_ROWS,
     NEVER,
+    NO_WIDE_LOOPS,
     PASS_TOKENS,
     WIDE_GROUPS,
     WideLoops,
     following_chunk,
     no_gemv,
-    no_wide_gemm,
     token_tiles,
     zero_results,
 )
@@ -171,11 +174,47 @@ def make_loops(name: str, floating: bool, groups: int, tokens: int) -> tuple[Any
 
 
 def make_wide_loops(name: str, floating: bool) -> WideLoops:
-    """Make the loops for AMX; on other targets, a function that is never called."""
+    """Make the loops for many tokens; on targets without them, a function that is never called."""
     if name in ROW_FORMATS:
         return make_wide_row_loops(name, floating)
-    if floating or not isa().amx:
-        return WideLoops(no_wide_gemm, 0, NEVER, 1, 1)
+    if not floating and isa().amx:
+        return _amx(name)
+    if not floating and isa().avx2 and not isa().avx512 and not isa().vnni:
+        return _gathered(name)
+    return NO_WIDE_LOOPS
+
+
+def _gathered(name: str) -> WideLoops:
+    """`make_wide_loops` for AVX2: see `simd.linear_gathered`."""
+    from ..simd.linear_gathered import MOST_TOKENS, PANEL_BYTES, RECORD_BYTES, TILE_TOKENS
+
+    form = FORMATS[name]
+    least = 12 if form.in_place_tokens(isa()) else 8  # weights that are read in place need no copy
+    code, block, nbytes, per_chunk = form.code, form.block, form.nbytes, CHUNK // form.block
+    records = MOST_TOKENS * RECORD_BYTES
+
+    @helper
+    def gemm(w, g, last, x, rows, k, space, c, count):
+        panel, blocks = space + records, k // block
+        results = (count + TILE_TOKENS - 1) // TILE_TOKENS * TILE_TOKENS * VECTOR
+        for b in range(0, blocks, per_chunk):
+            size = min(per_chunk, blocks - b)
+            gather(code, x, k, b * block, size, rows, count, space)
+            for group in range(g, last):
+                to = c + (group - g) * GROUP_RESULTS
+                if b == 0:
+                    zero_results(to, results)
+                gathered_unpack(code, w + (group * blocks + b) * nbytes, panel, size)
+                ahead = w + ((group + 1) * blocks + b) * nbytes
+                if group + 1 == last:
+                    ahead = w + (g * blocks + b + per_chunk) * nbytes
+                gathered_tiles(code, panel, size, space, count, to, ahead)
+
+    return WideLoops(gemm, records + PANEL_BYTES, MOST_TOKENS, least, TILE_TOKENS, 1)
+
+
+def _amx(name: str) -> WideLoops:
+    """`make_wide_loops` for AMX: see `linear_amx`."""
     form = FORMATS[name]
     code, block, nbytes, per_chunk = form.code, form.block, form.nbytes, CHUNK // form.block
     panels = WIDE_TOKENS * CHUNK_BYTES
@@ -205,9 +244,9 @@ def make_wide_loops(name: str, floating: bool) -> WideLoops:
 
     space_bytes = panels + PAIR_GROUPS * GROUP_PANEL
     if block == 32:
-        return WideLoops(gemm, space_bytes, 32, PAIR_TOKENS // 2, 12)
+        return WideLoops(gemm, space_bytes, WIDE_TOKENS, 32, PAIR_TOKENS // 2, 12)
     least = 20 if form.folding in ("byte", "negated") else 28
-    return WideLoops(gemm, space_bytes, least, PAIR_TOKENS, least)
+    return WideLoops(gemm, space_bytes, WIDE_TOKENS, least, PAIR_TOKENS, least)
 
 
 __all__ = ["GROUP_RESULTS", "GROUP_ROWS", "NEVER", "PAIR_GROUPS", "PAIR_TOKENS", "PASS_TOKENS",

@@ -102,6 +102,30 @@ def amx_tiles(typingctx, fmt, panels, blocks, activations, meta, count, c, ahead
 
 
 @intrinsic(prefer_literal=True)
+def gather(typingctx, fmt, x, k, at, blocks, rows, count, records):
+    """Gather ``count`` tokens' activations of ``blocks`` blocks from column ``at`` on."""
+    from ..simd import linear_gathered  # for AVX2 alone
+
+    return _emitted((fmt,), 7, linear_gathered.gather)
+
+
+@intrinsic(prefer_literal=True)
+def gathered_unpack(typingctx, fmt, w, panel, blocks):
+    """Unpack blocks of a group, at most `CHUNK` columns, into a panel for `gathered_tiles`."""
+    from ..simd import linear_gathered  # for AVX2 alone
+
+    return _emitted((fmt,), 3, linear_gathered.unpack)
+
+
+@intrinsic(prefer_literal=True)
+def gathered_tiles(typingctx, fmt, panel, blocks, records, count, c, ahead):
+    """c [tokens][16] += a panel times ``count`` tokens' gathered activations."""
+    from ..simd import linear_gathered  # for AVX2 alone
+
+    return _emitted((fmt,), 6, linear_gathered.tiles)
+
+
+@intrinsic(prefer_literal=True)
 def unpack_float(typingctx, fmt, w, panel, blocks):
     """Unpack blocks of any format to f32 [k][16] for `tile_float`."""
     return _emitted((fmt,), 3, linear_float.unpack)

@@ -28,10 +28,9 @@ from .linear_microkernels import (
 from .linear_rows import AMX_COLUMNS, AMX_TILES
 from .token_tiles import (
     GROUP_ROWS,
-    NEVER,
+    NO_WIDE_LOOPS,
     PASS_TOKENS,
     WideLoops,
-    no_wide_gemm,
     token_tiles,
     zero_results,
 )
@@ -162,7 +161,7 @@ def _float(name: str, floating: bool, groups: int, tokens: int) -> tuple[Any, An
 def make_wide_row_loops(name: str, floating: bool) -> WideLoops:
     """`linear_loops.make_wide_loops` for row formats."""
     if floating or isinstance(FORMATS[name], Float8Rows) or not isa().amx:
-        return WideLoops(no_wide_gemm, 0, NEVER, 1, 1)
+        return NO_WIDE_LOOPS
     code, (group_bytes, scales) = FORMATS[name].code, _group(name)
     activations = WIDE_TOKENS // 16 * AMX_TILES
 
@@ -193,4 +192,4 @@ def make_wide_row_loops(name: str, floating: bool) -> WideLoops:
             to = c + (first - g) * GROUP_RESULTS
             row_finish(code, PAIR_GROUPS, places, x, k, rows, count, to, VECTOR, GROUP_RESULTS)
 
-    return WideLoops(gemm, activations + VECTOR, 16, 16, 8)
+    return WideLoops(gemm, activations + VECTOR, WIDE_TOKENS, 16, 16, 8)

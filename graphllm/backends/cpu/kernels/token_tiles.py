@@ -87,6 +87,7 @@ class WideLoops(NamedTuple):
 
     gemm: Any  # (w, g, last, x, rows, k, space, c, count): at most `WIDE_GROUPS` groups
     nbytes: int  # of space
+    tokens: int  # most tokens of a pass
     least: int  # tokens, of all together
     unit: int  # tokens that take as long as fewer of them
     tail: int  # tokens in the last unit
@@ -97,4 +98,7 @@ NEVER = 1 << 40
 
 @helper
 def no_wide_gemm(w, g, last, x, rows, k, space, c, count):
-    """Stands for the missing loops of targets without AMX."""
+    """Stands for the missing loops of other targets."""
+
+
+NO_WIDE_LOOPS = WideLoops(no_wide_gemm, nbytes=0, tokens=1, least=NEVER, unit=1, tail=1)
