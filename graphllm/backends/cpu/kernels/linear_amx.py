@@ -36,7 +36,7 @@ PAIR_GROUPS = 2  # groups of weight rows that are multiplied in turn
 GROUP_RESULTS = (WIDE_TOKENS + 1) * VECTOR
 _RESULTS = PAIR_TOKENS * 2 * VECTOR  # bytes of four tiles: two vectors for each token
 _RING = 2 * _RESULTS // TILE_BYTES  # tiles of results
-_DISTANCE = 3  # blocks of 32 from a product to the use of its results
+_DISTANCE = 4  # blocks of 32 from a product to the use of its results; even
 _C, _A, _B = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
 
 
@@ -204,61 +204,99 @@ def _finish_k(
             at += GROUP_RESULTS
 
 
+class _Products32:
+    """Products of blocks of 32 of each tile of tokens with both groups, in a row.
+
+    Consecutive products have tiles of their own: the results of one are stored while the next runs,
+    since a store right after its product waits for it.
+    """
+
+    def __init__(
+        self, e: Emitter, panels: Value, activations: Value, results: Value, blocks: Value,
+        items: Value,
+    ) -> None:  # fmt: skip
+        """``blocks``, an even number: those of an item, which is a tile of tokens and a group."""
+        self.e, self.panels, self.activations, self.results = e, panels, activations, results
+        self.blocks, self.items = blocks, items
+        self._item, self._block, self._step = (e.variable(e.count(0)) for _ in range(3))
+
+    def old(self) -> Value:
+        """Results of the product that is used in this step."""
+        return self._place(_DISTANCE)
+
+    def multiply(self, half: int) -> Iterator[None]:
+        """Multiply the tiles of a block, and store the results of the product before; after the
+        last product, multiply those of any other. ``half``: 0 and 1 alternate."""
+        e, i, k = self.e, self.e.get(self._item), self.e.get(self._block)
+        token_tile, group = _place_of(e, i)
+        at = e.at(self.activations, e.times(token_tile, TOKEN_TILES))
+        amx.zero(e, _C[half])
+        amx.load(e, _A[half], block_at(e, at, k))
+        yield
+        panel = e.at(_panel(e, self.panels, group), e.times(k, BLOCK32_PANEL))
+        amx.load(e, _B[half], panel)
+        yield
+        amx.store(e, _C[1 - half], self._place(1))
+        amx.zero(e, _C[1 - half])
+        yield
+        amx.dot(e, _C[half], _A[half], _B[half], False)
+        amx.zero(e, _A[half])
+        amx.zero(e, _B[half])
+        following = e.b.add(k, e.count(1))
+        wrap = e.b.icmp_signed("==", following, self.blocks)
+        e.set(self._block, e.b.select(wrap, e.count(0), following))
+        i = e.b.select(wrap, e.b.add(i, e.count(1)), i)
+        e.set(self._item, e.b.select(e.b.icmp_signed("<", i, self.items), i, e.count(0)))
+        e.set(self._step, e.b.add(e.get(self._step), e.count(1)))
+        yield
+
+    def _place(self, before: int) -> Value:
+        """Where the results of a product ``before`` this one are stored."""
+        e = self.e
+        step = e.b.sub(e.get(self._step), e.count(before))
+        return e.at(self.results, e.times(e.b.and_(step, e.count(_RING - 1)), TILE_BYTES))
+
+
+def _place_of(e: Emitter, item: Value) -> tuple[Value, Value]:
+    """The tile of tokens, and the group."""
+    return e.b.ashr(item, e.count(1)), e.b.and_(item, e.count(1))
+
+
 def _tiles_32(
     e: Emitter, f: Block32, panels: Value, blocks: Value, activations: Value, meta: Value,
     count: Value, c: Value, results: Value, prefetch: Callable[[Value, Value], None],
 ) -> None:  # fmt: skip
     """One tile of tokens and one group at a time: the sums of its tokens fit the registers."""
-    zero, one = e.count(0), e.count(1)
+    one = e.count(1)
     total = e.times(e.b.sdiv(e.b.add(count, e.count(TILE_ROWS - 1)), e.count(TILE_ROWS)), 2)
-    item, block, step = (e.variable(zero) for _ in range(3))  # of the next product
-
-    def place(index: Value) -> tuple[Value, Value]:
-        """The tile of tokens, and the group."""
-        return e.b.ashr(index, one), e.b.and_(index, one)
-
-    def multiply() -> Iterator[None]:
-        """Multiply the tiles of a block; after the last one, those of any other."""
-        i, k = e.get(item), e.get(block)
-        token_tile, group = place(i)
-        at = e.at(activations, e.times(token_tile, TOKEN_TILES))
-        _zero_tiles(e)
-        amx.load(e, _A[0], block_at(e, at, k))
-        yield
-        amx.load(e, _B[0], e.at(_panel(e, panels, group), e.times(k, BLOCK32_PANEL)))
-        yield
-        amx.dot(e, _C[0], _A[0], _B[0], False)
-        yield
-        amx.store(e, _C[0], _ring(e, results, e.get(step)))
-        following = e.b.add(k, one)
-        wrap = e.b.icmp_signed("==", following, blocks)
-        e.set(block, e.b.select(wrap, zero, following))
-        i = e.b.select(wrap, e.b.add(i, one), i)
-        e.set(item, e.b.select(e.b.icmp_signed("<", i, total), i, zero))
-        e.set(step, e.b.add(e.get(step), one))
-        yield
-
-    with e.loop(_DISTANCE):
-        [*multiply()]
+    pairs, odd = e.b.ashr(blocks, one), e.b.and_(blocks, one)
+    products = _Products32(e, panels, activations, results, e.b.add(blocks, odd), total)
+    with e.loop(_DISTANCE // 2):
+        for half in range(2):
+            [*products.multiply(half)]
     with e.loop(total) as loop:
-        token_tile, group = place(loop.index)
+        token_tile, group = _place_of(e, loop.index)
         own = e.at(meta, e.times(token_tile, TILE_ROWS * META))
         at = e.at(c, e.times(group, GROUP_RESULTS), e.times(token_tile, TILE_ROWS * VECTOR))
         sums = [e.variable(e.load(at, F32S, VECTOR * i)) for i in range(TILE_ROWS)]
         prefetch(loop.index, total)
-        with e.loop(blocks) as each:
-            old = _ring(e, results, e.b.sub(e.get(step), e.count(_DISTANCE)))
-            panel = e.at(_panel(e, panels, group), e.times(each.index, BLOCK32_PANEL))
-            finish = _finish_32(e, f, sums, panel, old, e.at(own, e.times(each.index, 4)))
-            for _ in multiply():
+
+        def multiply_and_add(half: int, index: Value) -> None:
+            """Multiply, and meanwhile add an earlier product."""
+            panel = e.at(_panel(e, panels, group), e.times(index, BLOCK32_PANEL))
+            meta_at = e.at(own, e.times(index, 4))
+            finish = _finish_32(e, f, sums, panel, products.old(), meta_at)
+            for _ in products.multiply(half):
                 next(finish)
+
+        with e.loop(pairs) as each:
+            for half in range(2):
+                multiply_and_add(half, e.b.add(e.times(each.index, 2), e.count(half)))
+        with e.b.if_then(e.b.icmp_signed("==", odd, one)):
+            multiply_and_add(0, e.b.sub(blocks, one))
+            [*products.multiply(1)]  # of no block, for an even number
         for i, total_of in enumerate(sums):
             e.store(e.get(total_of), at, VECTOR * i)
-
-
-def _ring(e: Emitter, results: Value, step: Value) -> Value:
-    """Where the results of a step are stored."""
-    return e.at(results, e.times(e.b.and_(step, e.count(_RING - 1)), TILE_BYTES))
 
 
 def _panel(e: Emitter, panels: Value, group: Value) -> Value:
