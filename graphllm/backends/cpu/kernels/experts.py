@@ -146,7 +146,7 @@ def _kernel(name: str, floating: bool, tile_groups: int, tile_tokens: int) -> Ke
         work = a.scratch + thread * a.thread_scratch if a.scratch != 0 else places + table
         names, begin = i32s(work), i32s(work + 4 * matrices)
         order, count = work + 8 * (matrices + 1) if ids != 0 else 0, matrices
-        wide_by = linear.wide_groups(groups * matrices, threads)
+        wide_by = linear.wide_groups(groups * matrices, 1, threads)
         if tokens * a.per_token >= least * matrices:
             per = (per + wide_by - 1) // wide_by * wide_by
         if ids != 0:

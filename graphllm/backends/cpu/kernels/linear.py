@@ -43,6 +43,7 @@ from .weight_packing import pack, packed_bytes
 
 # Largest chunk of weights that a thread takes, and how many chunks there should be per thread.
 _CHUNK_BYTES, _CHUNKS_PER_THREAD = 128 << 10, 8
+_ROUNDS = 4  # chunks for each thread below which tokens are split, too
 
 
 def tile_shape(name: str, floating: bool) -> tuple[int, int]:
@@ -75,15 +76,17 @@ def wide_tokens(tokens, least, unit, tail):
 
 
 @helper
-def wide_groups(groups, threads):
-    """Groups that share a chunk of gathered activations: many, yet so that threads end together.
+def wide_groups(groups, parts, threads):
+    """Groups that share a chunk of gathered activations: many, yet so that threads end together
+    that take chunks of each of ``parts`` parts of the tokens.
 
-    Gathering a chunk is counted as half of a group's work.
+    Gathering a chunk is counted as half of a group's work, and waiting for the last thread as a
+    quarter of a chunk.
     """
     best, least = PAIR_GROUPS, NEVER
     for by in range(PAIR_GROUPS, WIDE_GROUPS + 1, PAIR_GROUPS):
-        chunks = (groups + by - 1) // by
-        time = (chunks + threads - 1) // threads * (2 * by + 1)
+        chunks = (groups + by - 1) // by * parts
+        time = (4 * ((chunks + threads - 1) // threads) + 1) * (2 * by + 1)
         if time <= least:
             best, least = by, time
     return best
@@ -96,6 +99,13 @@ def tokens_per_pass(tokens, tile_tokens, most):
     passes = max(tokens + most - 1, most) // most
     each = max(1, (tokens + passes - 1) // passes)
     return (each + tile_tokens - 1) // tile_tokens * tile_tokens
+
+
+@helper
+def token_parts(tokens, step, chunks, threads):
+    """Parts of the tokens that are work items of their own: passes, if ``chunks`` of groups of rows
+    are too few for threads to end together."""
+    return (tokens + step - 1) // step if chunks < _ROUNDS * threads else 1
 
 
 class LinearArgs(NamedTuple):
@@ -154,39 +164,46 @@ def _kernel(name: str, floating: bool, tile_groups: int, tile_tokens: int) -> Ke
         c, rows = panel + panels, panel + panels + results
         single, many = has_gemv and tokens == 1, wide_tokens(tokens, least, unit, tail)
         step, by = tokens_per_pass(tokens - many, tile_tokens, PASS_TOKENS), tile_groups
-        wide_step, wide_by = tokens_per_pass(many, unit, most), wide_groups(groups, threads)
+        wide_step = tokens_per_pass(many, unit, most)
+        if many > 0:  # the last part has the tokens after them, too
+            parts = token_parts(many, wide_step, groups // WIDE_GROUPS, threads)
+        else:
+            parts = token_parts(max(tokens, 1), step, groups // by, threads)
+        wide_by = wide_groups(groups, parts, threads)
         if not single:
             multiple = wide_by if many > 0 else by
             per = (per + multiple - 1) // multiple * multiple
             for t in range(max(step, wide_step)):
                 i64s(rows)[t] = t * a.x_stride
-        group = next_chunk(p) * per
-        while tokens > 0 and group < groups:
-            last = min(group + per, groups)
+        chunks, item = (groups + per - 1) // per * parts, next_chunk(p)
+        while tokens > 0 and item < chunks:
+            group, part = item // parts * per, item % parts
+            last, span = min(group + per, groups), wide_step if many > 0 else step
+            first, stop = part * span, tokens if part == parts - 1 else (part + 1) * span
             if single:
                 for g in range(group, last):
                     zero_results(c, VECTOR)
                     gemv(a.w, g, a.x, k, c)
                     end = min(n, (g + 1) * GROUP_ROWS)
                     _write_results(a, c, VECTOR, VECTOR, 0, 1, g * GROUP_ROWS, end)
-                group = next_chunk(p) * per
+                item = next_chunk(p)
                 continue
-            for g in range(group, last if many > 0 else group, wide_by):
-                stop = min(last, g + wide_by)
-                end = min(n, stop * GROUP_ROWS)
-                for t in range(0, many, wide_step):
+            for g in range(group, last if first < many else group, wide_by):
+                after = min(last, g + wide_by)
+                end = min(n, after * GROUP_ROWS)
+                for t in range(first, min(stop, many), wide_step):
                     count = min(wide_step, many - t)
-                    wide_gemm(a.w, g, stop, a.x + t * a.x_stride, rows, k, panel, c, count)
+                    wide_gemm(a.w, g, after, a.x + t * a.x_stride, rows, k, panel, c, count)
                     _write_results(a, c, GROUP_RESULTS, VECTOR, t, count, g * GROUP_ROWS, end)
-            for g in range(group, last if many < tokens else group, by):
+            for g in range(group, last if many < stop else group, by):
                 end = min(n, min(last, g + by) * GROUP_ROWS)
-                for t in range(many, tokens, step):
-                    count = min(step, tokens - t)
+                for t in range(max(first, many), stop, step):
+                    count = min(step, stop - t)
                     zero_results(c, by * count * VECTOR)
                     # A tile may read its last group twice; the copy is not written.
                     gemm(a.w, g, last, a.x + t * a.x_stride, rows, k, panel, c, count)
                     _write_results(a, c, VECTOR, by * VECTOR, t, count, g * GROUP_ROWS, end)
-            group = next_chunk(p) * per
+            item = next_chunk(p)
 
     return linear
 

@@ -79,7 +79,7 @@ def following_chunk(groups: int) -> Any:
 
 # ---------------------------------------------------------------------------------- many tokens
 
-WIDE_GROUPS = 8  # that share the activations of a chunk
+WIDE_GROUPS = 16  # that share the activations of a chunk
 
 
 class WideLoops(NamedTuple):
