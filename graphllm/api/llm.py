@@ -26,7 +26,6 @@ from ..engine.engine import PrefillCallback
 from ..engine.request import Sampling
 from ..engine.trace import Patch, Tracer
 from ..errors import RequestError
-from ..loading.loaded_model import LoadedModel
 from ..model.batch import source_length
 from ..runtime.executor import Progress
 from .prompts import Prompt, check_one_sample, parse_prompt, parse_prompts
@@ -50,7 +49,7 @@ class LLM(TextGenerator):
     frees the memory; afterwards every method but `close` raises RequestError.
     """
 
-    _freed: ClassVar[set[str]] = LoadedModel._freed | {"_tracer"}
+    _freed: ClassVar[set[str]] = TextGenerator._freed | {"_tracer"}
 
     # -- text
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:

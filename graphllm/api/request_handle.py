@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from threading import Lock
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.batcher import Recorders
 from ..engine.completion import Completion
 from ..engine.engine import Engine, PrefillCallback
 from ..engine.generation import CANCELLED, Generation, Prefilled, Sampled
+
+if TYPE_CHECKING:
+    from ..profiler.bill import Account
 
 
 class RequestProgress(NamedTuple):
@@ -45,6 +48,7 @@ class RequestHandle:
         seen: PrefillCallback | None = None,
         profile: Recorders | None = None,
         alternatives: Sequence[RequestHandle] = (),
+        account: Account | None = None,
     ) -> None:
         """See `LLM.submit`.
 
@@ -55,7 +59,9 @@ class RequestHandle:
             seen: called with (tokens prefilled, tokens to prefill) after each chunk of the prefill.
             profile: recorders of prefill and decode.
             alternatives: handles of the further samples of the request.
+            account: bill of the request, if it asks for one.
         """
+        self._account = account
         self.completion, self.alternatives = completion, alternatives
         self._engine, self._generation = engine, generation
         self._seen, self._profile = seen, profile
@@ -73,7 +79,9 @@ class RequestHandle:
             elif more:
                 more = self._advance()
             else:
-                return
+                break
+        if not self.alternatives:
+            self._take_bill()
 
     def result(self) -> Completion:
         """Wait for the end of the request and return the completion.
@@ -89,6 +97,7 @@ class RequestHandle:
             pass
         if self.alternatives:  # a beam search records its own
             self.completion.alternatives = [each.result() for each in self.alternatives]
+        self._take_bill()
         return self.completion
 
     def poll(self) -> tuple[str, bool]:
@@ -109,7 +118,14 @@ class RequestHandle:
         ended = all([ended, *(each.poll()[1] for each in self.alternatives)])
         if ended and self.alternatives:  # a beam search records its own
             self.completion.alternatives = [each.completion for each in self.alternatives]
+        if ended:
+            self._take_bill()
         return text, ended
+
+    def _take_bill(self) -> None:
+        """Add the bill, if there is one, to the completion of a request that has ended."""
+        if self._account is not None:
+            self.completion.bill = self._account.bill()
 
     def _advance(self) -> bool:
         """Wait for a result and consume it; return whether there was one."""
@@ -148,6 +164,8 @@ class RequestHandle:
 
         May be called repeatedly, and after the end.
         """
+        if self._account is not None:
+            self._account.cancel()
         for each in self.alternatives:
             each.cancel()
         self._engine.cancel(self._generation)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from queue import SimpleQueue
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from ..arguments import Optional, check, flag, function, quote
 from ..engine.batcher import Recorders
@@ -20,9 +21,14 @@ from ..progress import request_progress
 from .prompts import Prompt, check_one_sample, parse_prompt, parse_prompts, parse_settings
 from .request_handle import RequestHandle, wait_any
 
+if TYPE_CHECKING:
+    from ..profiler.bill import Meter
+
 
 class TextGenerator(LoadedModel):
     """A model that runs requests as one batch, and returns for each what it returns alone."""
+
+    _freed: ClassVar[set[str]] = LoadedModel._freed | {"_meter"}
 
     @overload
     def stream(
@@ -242,19 +248,33 @@ class TextGenerator(LoadedModel):
         if sampling.stop and tokenizer is None:
             raise RequestError(f"stop = {quote(sampling.stop)} needs a tokenizer; stop_ids do not")
         ends = sorted(self._eos_ids() if eos_ids is None else eos_ids)
-        own = Delivery() if delivery is None else delivery
-        first, *others = (
-            self.engine.submit(
-                ids, sampling, ends, tokenizer=tokenizer, sample_index=index,
-                delivery=replace(own, wakeups=SimpleQueue()) if index else own,
-            )
-            for index in range(sampling.n if sampling.beams == 1 else 1)
-        )  # fmt: skip
+        own, count = delivery or Delivery(), sampling.n if sampling.beams == 1 else 1
+        account = self._meter.open(count) if sampling.profile else None
+        if account is not None:
+            own = account.watch(own)
+        try:
+            first, *others = (
+                self.engine.submit(
+                    ids, sampling, ends, tokenizer=tokenizer, sample_index=index,
+                    delivery=replace(own, wakeups=SimpleQueue()) if index else own,
+                )
+                for index in range(count)
+            )  # fmt: skip
+        except BaseException:
+            if account is not None:
+                account.cancel()
+            raise
         alternatives = [
             RequestHandle(self.engine, each, completion.new_sample(), profile=profile)
             for each in others
         ]
-        return RequestHandle(self.engine, first, completion, seen, profile, alternatives)
+        return RequestHandle(self.engine, first, completion, seen, profile, alternatives, account)
+
+    @cached_property
+    def _meter(self) -> Meter:
+        from ..profiler.bill import Meter
+
+        return Meter(self.engine.batcher)
 
     def encode_prompt(self, text: str, sampling: Sampling) -> str | list[int]:
         """Return what `generate` takes for a text: its ids, or a source as it is.

@@ -193,6 +193,9 @@ def _generate(
     if sampling.n > 1 or sampling.beams > 1:
         write_text("\n".join(shown + each.text for each in done.choices))
     write_text("\n")
+    if done.bill is not None:
+        for line in done.bill.table().splitlines():
+            note(line)
     _print_notes(llm, done, seed)
 
 

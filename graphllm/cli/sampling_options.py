@@ -232,6 +232,9 @@ class RunSamplingOptions(SamplingOptions):
         str | None,
         Option("--target-lang", help="Language code of the answer (translation models)."),
     ] = None
+    profile: Annotated[
+        bool, Option("--bill", help="Show what the request cost: time, bytes and FLOPs by op.")
+    ] = False
 
     def sampling(self) -> Sampling:
         """Return the sampling settings; see `SamplingOptions.sampling`."""

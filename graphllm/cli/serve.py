@@ -60,6 +60,10 @@ def serve(
             help="Seconds that running requests have to end after SIGTERM or Ctrl-C.",
         ),
     ] = 30,
+    profile: Annotated[
+        bool,
+        Option("--profile", help="Count the time of all requests by op in /metrics."),
+    ] = False,
 ) -> None:
     """Serve a model over HTTP with the API of OpenAI.
 
@@ -83,7 +87,7 @@ def serve(
         note(f"note: no API key is set: anyone who can reach {address} can use the model")
     where = f"[{address}]" if ":" in address else address
     line = f"{escape_control(name)} is served at http://{where}:{own_port}/v1"
-    app = create_app(llm, name, keys, max_body)
+    app = create_app(llm, name, keys, max_body, profile)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     Server(app, bound, lambda: note(line), shutdown_timeout).run_until_stopped()
     llm.close()

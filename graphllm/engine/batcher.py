@@ -35,6 +35,7 @@ class Batcher:
         prefill_tokens: tokens of the prompt begun last that were computed, not found in the cache.
         steps: number of steps that were taken so far.
         speculation: chooses draft tokens; None computes none.
+        meter: records the steps that have no other recorder; None records none.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
@@ -47,6 +48,7 @@ class Batcher:
         self._launched: deque[list[Chunk]] = deque()  # decode steps that were not taken
         self.prefill_tokens = self.steps = 0
         self.speculation: Speculation | None = None
+        self.meter: StepRecorder | None = None
 
     @property
     def generations(self) -> list[Generation]:
@@ -87,7 +89,7 @@ class Batcher:
         """
         self._update_requests()
         try:
-            return self._step(*(profile or (None, None)))
+            return self._step(*(profile or (self.meter, self.meter)))
         except BaseException:
             self._recover()
             raise

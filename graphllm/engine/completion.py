@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .step_result import TokenLogprobs
+
+if TYPE_CHECKING:
+    from .bill import Bill
 
 
 @dataclass
@@ -73,6 +76,8 @@ class Completion:
         alternatives: the further samples of the prompt, if ``Sampling.n`` asks for them.
         score: of a beam search: sum of the log-probabilities, the end token's included and less the
             diversity penalties, divided by the number of tokens ** ``length_penalty``.
+        bill: what the request cost, all of its samples together, if ``Sampling.profile`` asks for
+            it.
     """
 
     prompt_ids: list[int] = field(default_factory=list)
@@ -87,6 +92,7 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     alternatives: list[Completion] = field(default_factory=list)
     score: float | None = None
+    bill: Bill | None = None
 
     @property
     def choices(self) -> list[Completion]:
@@ -101,8 +107,8 @@ class Completion:
     def as_dict(self) -> dict[str, Any]:
         """Return the object that ``graphllm run --json`` prints, without the placement.
 
-        It has ``logprobs``, ``prompt_logprobs``, ``alternatives`` and ``score`` only if there are
-        any.
+        It has ``logprobs``, ``prompt_logprobs``, ``alternatives``, ``score`` and ``bill`` only if
+        there are any.
         """
         found: dict[str, Any] = {
             "prompt_tokens": len(self.prompt_ids),
@@ -119,4 +125,6 @@ class Completion:
                 found[name] = [each.as_dict() for each in entries]
         if self.score is not None:
             found["score"] = self.score
+        if self.bill is not None:
+            found["bill"] = self.bill.as_dict()
         return found

@@ -91,12 +91,14 @@ class Delivery:
             one queue to all of them.
         listener: called after each result, by the thread that runs the step, with whether it was
             the last one. It must not raise.
+        account: see `ActiveSequence`.
     """
 
     attended: bool = False
     background: bool = False
     wakeups: SimpleQueue[None] = field(default_factory=SimpleQueue)
     listener: Callable[[bool], None] = lambda last: None
+    account: object = None
 
 
 class Generation:
@@ -165,6 +167,7 @@ class Generation:
         self._matcher = StopStringMatcher(sampling.stop)
         self.events: deque[Prefilled | Sampled] = deque()
         self.delivery = Delivery() if delivery is None else delivery
+        sequence.account = self.delivery.account
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.done, self.count = False, 0
         self._ended_by_token = False  # by an EOS token or a stop token id

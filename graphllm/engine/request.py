@@ -76,6 +76,7 @@ _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
     "target_lang": Optional(text),
     "prompt_logprobs": Optional(Integer(0, Limits.top_logprobs)),
     "logprobs": Optional(Integer(0, Limits.top_logprobs)),
+    "profile": flag,
     **BEAM_RULES,
 }
 # Names in transformers, vLLM and llama.cpp; the command line accepts them, too.
@@ -168,6 +169,8 @@ class Sampling:
             at most one fewer. None: that of an encoder-decoder's file; a decoder has none.
         source_lang: language code of the source, for encoder-decoders with such codes.
         target_lang: language code of the answer, for encoder-decoders with such codes.
+        profile: record the steps that compute the request, and return what it cost in
+            `Completion.bill`: its time by op and cause.
         beams: number of beams of a beam search, which replaces sampling; 1: none. The best ``n``
             sequences that it finds are the answers. Samplers, penalties, logits processors, stop
             strings and log-probabilities cannot be combined with it.
@@ -219,6 +222,7 @@ class Sampling:
     forced_eos_id: int | None = None
     source_lang: str | None = None
     target_lang: str | None = None
+    profile: bool = False
     beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False

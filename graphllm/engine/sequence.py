@@ -27,6 +27,7 @@ class ActiveSequence:
             set it to True once they are computed, so that they are not after a preemption.
         paused: whether it neither runs nor waits, see `Scheduler`.
         number: order of `Scheduler.add`, which decides between equal arrivals; -1 before.
+        account: what a `StepRecorder` charges the sequence to, if anything.
     """
 
     tokens: list[int]
@@ -40,6 +41,7 @@ class ActiveSequence:
     reuse: bool = True
     paused: bool = False
     number: int = -1
+    account: object = None
 
     @property
     def source(self) -> int:

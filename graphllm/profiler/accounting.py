@@ -84,17 +84,23 @@ def run_times(window: Pass, runs: Sequence[Run]) -> tuple[list[RunTime], int]:
     """Return the times of the runs of a pass, and those of the host after the last step."""
     found, at = [], window.start
     for run in runs:
-        host = max(0, run.called - at)
-        at = max(at, run.called)
-        gaps = busy = 0
-        for ends in run.ends:
-            gaps += int(ends[0]) - at  # negative if the clocks differ by more than the gap
-            at = int(ends[-1])
-            busy += at - int(ends[0])
-        if run.returned > at:
-            gaps, at = gaps + run.returned - at, run.returned
-        found.append(RunTime(host, gaps, busy))
+        own, at = run_time(run, at)
+        found.append(own)
     return found, max(0, window.end - at)
+
+
+def run_time(run: Run, at: int) -> tuple[RunTime, int]:
+    """Return the times of a run from ``at`` on, when the run before it had ended; and its end."""
+    host = max(0, run.called - at)
+    at = max(at, run.called)
+    gaps = busy = 0
+    for ends in run.ends:
+        gaps += int(ends[0]) - at  # negative if the clocks differ by more than the gap
+        at = int(ends[-1])
+        busy += at - int(ends[0])
+    if run.returned > at:
+        gaps, at = gaps + run.returned - at, run.returned
+    return RunTime(host, gaps, busy), at
 
 
 def _account_pass(total: TimeAccounting, window: Pass, runs: Sequence[Run]) -> None:

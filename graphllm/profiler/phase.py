@@ -82,7 +82,7 @@ class Phase:
     @cached_property
     def requests(self) -> list[RequestCost]:
         """Cost of each request in this phase (`request_costs`)."""
-        return request_costs(self.passes, self.runs, self.rows, self.indices)
+        return request_costs(self.passes, self.runs, self.indices)
 
     @cached_property
     def limits(self) -> dict[Row, tuple[float, str]]:

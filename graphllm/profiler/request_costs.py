@@ -21,31 +21,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..engine.forward_feeds import kv_pairs
-from ..graph.tensor import WEIGHT
-from ..ops import get
+import numpy as np
+
+from ..engine.bill import OpCost
 from .accounting import Pass, run_times, runs_of
-from .record import GROUP_KEYS, Row, Run
+from .record import Run
+from .step_shares import StepShares
 
 if TYPE_CHECKING:
-    from ..compiler.plan import Plan, Step
-    from ..engine.sequence import ActiveSequence, Chunk
-    from ..graph.op import Cost
-
-
-@dataclass
-class OpCost:
-    """Nanoseconds, bytes and FLOPs of an op."""
-
-    ns: float = 0.0
-    bytes: float = 0.0
-    flops: float = 0.0
-
-    def add(self, ns: float, nbytes: float, flops: float) -> None:
-        """Add a cost."""
-        self.ns += ns
-        self.bytes += nbytes
-        self.flops += flops
+    from ..engine.sequence import ActiveSequence
 
 
 @dataclass
@@ -98,26 +82,20 @@ class RequestCost:
 
 
 def request_costs(
-    passes: Sequence[Pass],
-    runs: Sequence[Run],
-    rows: Iterable[Row],
-    requests: Mapping[ActiveSequence, int],
+    passes: Sequence[Pass], runs: Sequence[Run], requests: Mapping[ActiveSequence, int]
 ) -> list[RequestCost]:
     """Divide the time of a phase among its requests, by the rules at the top of this module.
 
     Args:
         passes: the profiled passes.
         runs: the runs of the phase.
-        rows: the rows of these runs, whose ops' names are used.
         requests: index of the request of each sequence, in every pass. What belongs to other
             sequences, which ran at the same time, is left out.
 
     Returns:
         One cost for each request that took part, by index.
     """
-    names = {(row.plan, row.step): GROUP_KEYS["op"](row) for row in rows}
-    plans = {plan: _PlanCosts(plan) for plan in dict.fromkeys(run.plan for run in runs)}
-    number = {plan: index for index, plan in enumerate(plans)}
+    shares = {plan: StepShares(plan) for plan in dict.fromkeys(run.plan for run in runs)}
     found: dict[int, RequestCost] = {}
     ignored = RequestCost(-1)
     for window in passes:
@@ -129,15 +107,19 @@ def request_costs(
                 for index in (requests.get(chunk.sequence) for chunk in run.chunks)
             ]
             last = rest if at == len(own) - 1 else 0
-            for cost, chunk in zip(charged, run.chunks):
+            parts = shares[run.plan].divide([run])
+            for index, (cost, chunk) in enumerate(zip(charged, run.chunks)):
                 cost.tokens += chunk.stop - chunk.start
                 cost.gaps += gaps / len(charged)
                 cost.host += (host + last) / len(charged)
-            for step, ns in enumerate(run.times.tolist()):
-                name = names[number[run.plan], step]
-                for cost, part in zip(charged, plans[run.plan].divide(step, ns, run)):
-                    cost.ops.setdefault(name, OpCost()).add(*part)
+                add_ops(cost.ops, shares[run.plan].names, parts[:, index])
     return [found[index] for index in sorted(found)]
+
+
+def add_ops(ops: dict[str, OpCost], names: Sequence[str], parts: np.ndarray) -> None:
+    """Add the nanoseconds, bytes and FLOPs of each op, ``parts`` [3, ops], to ``ops``."""
+    for name, part in zip(names, parts.T.tolist()):
+        ops.setdefault(name, OpCost()).add(*part)
 
 
 def total_costs(phases: Iterable[Iterable[RequestCost]]) -> list[RequestCost]:
@@ -147,56 +129,3 @@ def total_costs(phases: Iterable[Iterable[RequestCost]]) -> list[RequestCost]:
         for cost in phase:
             found.setdefault(cost.request, RequestCost(cost.request)).add(cost)
     return [found[index] for index in sorted(found)]
-
-
-class _PlanCosts:
-    """Declared costs of the steps of a plan, by what a request computes in a run."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._steps = plan.steps
-        # Only attention's cost depends on the number of (query, key) pairs, which grows with each
-        # token; the other costs are the same in all decode steps.
-        self._by_pairs = [_depends_on_pairs(step) for step in plan.steps]
-        self._reads_weights = [any(s.base.op == WEIGHT for s in p.node.sources) for p in plan.steps]
-        self._known: dict[tuple[int, int, int, int, int], Cost] = {}
-
-    def divide(self, step: int, ns: int, run: Run) -> list[tuple[float, float, float]]:
-        """Return the (nanoseconds, bytes, FLOPs) of one step of a run for each of its chunks."""
-        alone = [self._cost(step, chunk_env(chunk)) for chunk in run.chunks]
-        flops = [cost.flops for cost in alone]
-        nbytes = [cost.bytes for cost in alone]
-        by_work = _shares(flops) or _shares(nbytes)
-        by_work = by_work or _shares([chunk.stop - chunk.start for chunk in run.chunks])
-        by_bytes = by_work if self._reads_weights[step] else _shares(nbytes) or by_work
-        moved = self._cost(step, run.env).bytes
-        return [
-            (ns * work, moved * share, own) for work, share, own in zip(by_work, by_bytes, flops)
-        ]
-
-    def _cost(self, step: int, env: Mapping[str, int]) -> Cost:
-        pairs = env.get("kv_sum", 0) if self._by_pairs[step] else 0
-        key = step, env.get("T", 0), env.get("S", 0), env.get("N", 0), pairs
-        if key not in self._known:
-            node = self._steps[step].node
-            self._known[key] = get(node.op).node_cost(node, env)
-        return self._known[key]
-
-
-def chunk_env(chunk: Chunk) -> dict[str, int]:
-    """Return the values of the Vars of a step that computes one chunk alone."""
-    tokens = chunk.stop - chunk.start
-    pairs = kv_pairs(chunk.start, tokens)
-    return {"T": tokens, "S": 1, "Q": 2, "N": int(chunk.samples), "kv_sum": pairs}
-
-
-def _depends_on_pairs(step: Step) -> bool:
-    """Whether the declared cost of a step depends on the number of (query, key) pairs."""
-    op, env = get(step.node.op), {"T": 1, "S": 1, "Q": 2, "N": 1}
-    few, many = (op.node_cost(step.node, {**env, "kv_sum": pairs}) for pairs in (1, 1000))
-    return few != many
-
-
-def _shares(values: Sequence[float]) -> list[float]:
-    """Return each value's share of the sum; empty if the sum is 0."""
-    total = sum(values)
-    return [value / total for value in values] if total > 0 else []

@@ -25,11 +25,13 @@ class Answer:
         kind, chunk_kind: the ``object`` of a whole answer, and of a chunk.
         prefix: of the answer's id.
         last: what ends a stream without an error.
+        bills: whether the last event of a stream gets the bill of the request.
     """
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
     last = b"data: [DONE]\n\n"
+    bills = False
 
     def __init__(
         self, model: str, tokenizer: Tokenizer, include_usage: bool = False, echo: bool = False
@@ -75,7 +77,7 @@ class Answer:
 
     def finish(self, prompts: Sequence[Completion]) -> Iterator[Object]:
         """Yield the last events of a stream, whose prompts have ended."""
-        if self.include_usage:
+        if self.include_usage or self.bills:
             yield self._chunk([], usage(prompts))
 
     def error(self, error: ApiError) -> Object:

@@ -18,6 +18,7 @@ from ..api.async_llm import AsyncLLM
 from ..embedding import EmbeddingModel, SequenceClassifier
 from ..tokenizer import Tokenizer
 from .access import KeyCheck
+from .bills import note_arrival
 from .chat_page import chat_page
 from .completions import Completions
 from .encoder_endpoints import Embeddings, Rerank
@@ -41,7 +42,11 @@ Endpoints = tuple[str, str, Endpoint]  # method, path, endpoint
 
 
 def create_app(
-    llm: Model, name: str, keys: Sequence[str] = (), max_body: int = MAX_BODY
+    llm: Model,
+    name: str,
+    keys: Sequence[str] = (),
+    max_body: int = MAX_BODY,
+    profile: bool = False,
 ) -> ASGIApp:
     """Return the application of a loaded model.
 
@@ -50,12 +55,13 @@ def create_app(
         name: its name in the API.
         keys: API keys, of which requests need one; none for no access control.
         max_body: bytes of a request body at most.
+        profile: count the time of all generating requests by op in the metrics.
     """
     metrics = Metrics(llm if isinstance(llm, LLM) else None)
     length = llm.limits.context if isinstance(llm, LLM) else llm.max_length
     tools = _Tools(llm.tokenizer, name, length, max_body, metrics)
     table = [
-        *_model_routes(llm, name, max_body, metrics),
+        *_model_routes(llm, name, max_body, metrics, profile),
         ("GET", "/v1/models", tools.models),
         ("GET", "/v1/models/{name:path}", tools.model),
         ("POST", "/tokenize", tools.tokenize),
@@ -71,14 +77,16 @@ def create_app(
     return _Counted(KeyCheck(app, keys), metrics, paths)
 
 
-def _model_routes(llm: Model, name: str, max_body: int, metrics: Metrics) -> list[Endpoints]:
+def _model_routes(
+    llm: Model, name: str, max_body: int, metrics: Metrics, profile: bool
+) -> list[Endpoints]:
     """Return the endpoints that run the model."""
     if isinstance(llm, EmbeddingModel):
         return [("POST", "/v1/embeddings", Embeddings(llm, name, max_body).embed)]
     if isinstance(llm, SequenceClassifier):
         call = Rerank(llm, name, max_body).rerank
         return [("POST", path, call) for path in ("/v1/rerank", "/v2/rerank")]
-    completions = Completions(AsyncLLM(llm), name, max_body, metrics)
+    completions = Completions(AsyncLLM(llm), name, max_body, metrics, profile)
     messages, llama = Messages(completions), LlamaEndpoints(completions)
     return [
         ("GET", "/", _chat_page),
@@ -133,6 +141,7 @@ def _guarded(call: Endpoint) -> Endpoint:
     """Return the endpoint with its exceptions as responses."""
 
     async def endpoint(request: Request) -> ASGIApp:
+        note_arrival(request)
         try:
             return await call(request)
         except ClientDisconnected:

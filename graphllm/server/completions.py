@@ -17,6 +17,7 @@ from ..api.async_llm import AsyncLLM, AsyncRequest
 from ..engine.completion import Completion
 from ..errors import GraphllmError
 from .answers import Answer, ChatAnswer, Object, Piece
+from .bills import asks_bill, bill_field
 from .chat_text import ChatText, ToolUse, chat_messages, chat_text, tool_use
 from .errors import ApiError, api_error
 from .fields import (
@@ -97,11 +98,14 @@ class Completions:
         name: its name in the API.
         max_body: bytes of a request body at most.
         metrics: counts prompts and tokens.
+        profile: record the steps of all requests, for the metrics.
     """
 
-    def __init__(self, llm: AsyncLLM, name: str, max_body: int, metrics: Metrics) -> None:
+    def __init__(
+        self, llm: AsyncLLM, name: str, max_body: int, metrics: Metrics, profile: bool = False
+    ) -> None:
         self.llm, self.name, self._max_body, self._metrics = llm.llm, name, max_body, metrics
-        self._async = llm
+        self._async, self._profile = llm, profile
         self._pending = 0
 
     # -- endpoints
@@ -242,6 +246,8 @@ class Completions:
     # -- running
     async def run(self, request: Request, job: Job) -> ASGIApp:
         """Return the response to a request. ApiError: it is invalid or failed."""
+        job.answer.bills = asks_bill(request, job.settings, len(job.prompts))
+        settings = {**job.settings, "profile": job.answer.bills or self._profile}
         if self._pending + job.choices > MAX_PENDING:
             text = "the server has too many requests; try again later"
             raise ApiError(503, text, code="server_overloaded", headers={"retry-after": "1"})
@@ -250,15 +256,16 @@ class Completions:
         streams = False
         try:
             for prompt in job.prompts:
-                own = self._async.submit(prompt, last_only=not job.stream, **job.settings)
+                own = self._async.submit(prompt, last_only=not job.stream, **settings)
                 requests.append(await own)
             if job.stream:
-                events = self._events(job, requests)
+                events = self._events(request, job, requests)
                 response = EventStream(events, job.answer, lambda: self._end(job, requests))
                 streams = True
                 return response
             done = await until_disconnect(request.receive, _results(requests))
-            body = json_bytes(job.answer.whole(done))
+            bill = bill_field(request, done) if job.answer.bills else {}
+            body = json_bytes(job.answer.whole(done) | bill)
             return Response(body, media_type="application/json")
         except ClientDisconnected:
             raise
@@ -280,7 +287,7 @@ class Completions:
             self._metrics.count(first)
 
     async def _events(
-        self, job: Job, requests: Sequence[AsyncRequest]
+        self, request: Request, job: Job, requests: Sequence[AsyncRequest]
     ) -> AsyncGenerator[bytes, None]:
         """Yield the events of an answer, of several prompts one after another.
 
@@ -294,14 +301,17 @@ class Completions:
 
         if data := joined(answer.begin(prompts, job.samples)):
             yield data
-        for index, request in enumerate(requests):  # all are computed meanwhile
+        for index, each in enumerate(requests):  # all are computed meanwhile
             first = index * job.samples
-            async for new in _new_pieces(request, first):
+            async for new in _new_pieces(each, first):
                 if data := joined(answer.pieces(new)):
                     yield data
-            for sample, done in enumerate(request.completions):
+            for sample, done in enumerate(each.completions):
                 yield joined(answer.ended(first + sample, done.finish_reason))
-        if data := joined(answer.finish(prompts)):
+        last = list(answer.finish(prompts))
+        if answer.bills:
+            last[-1] |= bill_field(request, prompts)
+        if data := joined(last):
             yield data
 
 

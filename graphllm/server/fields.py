@@ -154,6 +154,7 @@ BEYOND = {
     "min_tokens": Field(Integer(0, COUNT), "min_tokens"),
     "ignore_eos": Field(flag, "ignore_eos"),
     "stop_token_ids": Field(token_ids, "stop_ids"),
+    "x_profile": Field(flag, "profile"),
     # What would change the answer.
     "json_schema": Field(Unsupported()),
     "grammar": Field(Unsupported(("",))),

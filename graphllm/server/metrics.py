@@ -9,6 +9,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ..api import LLM
+from ..engine.bill import Bill
 from ..engine.completion import Completion
 
 _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -42,6 +43,21 @@ class Metrics:
             buckets=_SECONDS,
             registry=own,
         )
+        self._ops = {
+            kind: Counter(
+                f"graphllm_op_{kind}",
+                f"{what} of the ops of requests whose steps were recorded.",
+                ["op"],
+                registry=own,
+            )
+            for kind, what in (("seconds", "Time"), ("bytes", "Bytes"), ("flops", "Operations"))
+        }
+        self._waiting = Counter(
+            "graphllm_request_seconds",
+            "Time of requests whose steps were recorded that is not spent in ops.",
+            ["cause"],
+            registry=own,
+        )
         self._queue = Histogram(
             "graphllm_queue_seconds",
             "Time that a request waits before it is computed.",
@@ -59,6 +75,16 @@ class Metrics:
         if done.ids:
             self._first.observe(done.timings.ttft_s)
             self._queue.observe(done.timings.queue_s)
+        if done.bill is not None:
+            self._add_bill(done.bill)
+
+    def _add_bill(self, bill: Bill) -> None:
+        for name, op in bill.ops.items():
+            self._ops["seconds"].labels(name).inc(op.ns / 1e9)
+            self._ops["bytes"].labels(name).inc(op.bytes)
+            self._ops["flops"].labels(name).inc(op.flops)
+        for name, ns in bill.times.items():
+            self._waiting.labels(name).inc(max(0.0, ns) / 1e9)
 
     def text(self) -> bytes:
         """Return all metrics in the text format."""

@@ -362,3 +362,25 @@ def test_shutdown(llm, slow, shutdown_s):
     server.stop()
     with pytest.raises(ConnectionRefusedError):
         server.call("/health")
+
+
+def test_a_request_has_its_bill(server):
+    """By field and by header, whole and streamed; the rows add up to the time of the request."""
+    ask = {"prompt": "hello", "max_tokens": 6, "ignore_eos": True}
+    status, found = server.call(COMPLETE, ask | {"x_profile": True, "n": 2})
+    assert status == 200
+    streamed = server.events(CHAT, messages=MESSAGES, max_tokens=6, x_profile=True)
+    by_header = server.call(COMPLETE, ask, **{"X-Profile": "1"})[1]
+    assert all("x_profile" not in event for event in streamed[:-1])
+    for bill in (found["x_profile"], streamed[-1]["x_profile"], by_header["x_profile"]):
+        times = {row["name"]: row["ns"] for row in bill["rows"]}
+        assert sum(times.values()) == pytest.approx(bill["wall_ns"], rel=0.001)
+        assert min(times["http"], times["host"], times["queue"]) > 0
+        assert sum(row.get("flops", 0) for row in bill["rows"]) > 0
+    assert "x_profile" not in server.call(COMPLETE, ask)[1]
+    for refused in ({"x_profile": 3}, {"x_profile": True, "prompt": ["a", "b"]}):
+        status, error = server.call(COMPLETE, ask | refused)
+        assert status == 400 and error["error"]["param"] == "x_profile"
+    text = server.call("/metrics")[1]
+    assert 'graphllm_op_seconds_total{op="linear' in text
+    assert 'graphllm_request_seconds_total{cause="queue"}' in text

@@ -1,0 +1,229 @@
+"""Bills of requests while an engine serves them: the recorder of their steps (`Meter`).
+
+Steps are recorded only while a request that asks for a bill has not ended. The time of a step is
+divided by the rules of `request_costs`. What the time of a request is charged to, in order:
+
+- from its submission to its first step: ``queue``;
+- each step that computes it: its own share of the ops, gaps and host time; the shares of the other
+  requests of the step are ``other requests``;
+- between two of its steps: host time, divided as the step after it; or ``queue`` if the engine ran
+  other steps meanwhile; or ``preemption`` if it had to give up its blocks;
+- from its last step to its end: host time, divided as that step.
+
+The parts of each interval add up to the interval, so the rows add up to the wall time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from threading import Event, RLock, get_ident
+from typing import TYPE_CHECKING
+
+from ..engine.bill import Bill
+from .accounting import run_time
+from .record import Recorder, Run
+from .request_costs import add_ops
+from .step_shares import StepShares
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..compiler.plan import Plan
+    from ..engine.batcher import Batcher
+    from ..engine.generation import Delivery
+    from ..engine.sequence import ActiveSequence, Chunk
+    from ..runtime.recorder import BoundSegments
+
+_PENDING_RUNS = 16  # recorded before they are charged, which waits for the device
+
+
+class Account:
+    """A request with a bill, from its submission to its end.
+
+    Args:
+        meter: records the steps.
+        samples: number of generations of the request.
+    """
+
+    def __init__(self, meter: Meter, samples: int) -> None:
+        self._meter, self._left = meter, samples
+        self._bill, self._closed = Bill(), Event()
+        self._at = time.perf_counter_ns()  # up to which the time is charged
+        self._last, self._share = -1, 0.0  # number of the last own run, and share of its chunks
+        self._preemptions = 0
+        self._computed: dict[ActiveSequence, int] = {}
+
+    def watch(self, delivery: Delivery) -> Delivery:
+        """Return a delivery for the generations of the request, the last of which closes it."""
+
+        def listener(last: bool) -> None:
+            if last:
+                self._left -= 1
+                if not self._left:
+                    self._meter.close(self)
+            delivery.listener(last)
+
+        return replace(delivery, account=self, listener=listener)
+
+    def cancel(self) -> None:
+        """End the bill with what was charged so far."""
+        self._left = 0
+        self._meter.forget(self)
+
+    def bill(self) -> Bill:
+        """Return the bill of a request that has ended."""
+        self._closed.wait()
+        return self._bill
+
+    def charge(
+        self, runs: Sequence[Run], number: int, indices: Sequence[int], names: Sequence[str],
+        parts: np.ndarray, preemptions: int,
+    ) -> None:  # fmt: skip
+        """Charge consecutive runs of the same sequences, the request's among them.
+
+        Args:
+            runs: the runs.
+            number: number of the first run in the order of the meter.
+            indices: indices of the chunks of the request.
+            names: names of the ops.
+            parts: shares of the chunks in all runs, see `StepShares.divide`.
+            preemptions: how often a sequence of the request had been preempted before the runs.
+        """
+        bill, own = self._bill, parts[:, list(indices)].sum(1)
+        share = self._share = len(indices) / len(runs[0].chunks)
+        add_ops(bill.ops, names, own)
+        bill.others_ns -= float(own[0].sum())
+        for run in runs:
+            (host, gaps, busy), self._at = run_time(run, self._at)
+            between = host  # to be divided
+            if preemptions > self._preemptions:
+                bill.preemption_ns, between = bill.preemption_ns + host, 0
+            elif self._last < 0 or self._last + 1 != number:
+                bill.queue_ns, between = bill.queue_ns + host, 0
+            self._last, self._preemptions, number = number, preemptions, number + 1
+            bill.host_ns += between * share
+            bill.gaps_ns += gaps * share
+            bill.others_ns += (between + gaps) * (1 - share) + busy
+            for sequence, start, stop, _ in (run.chunks[index] for index in indices):
+                before = self._computed.get(sequence, 0)
+                bill.tokens += stop - start
+                bill.recomputed_tokens += max(0, min(stop, before) - start)
+                self._computed[sequence] = max(stop, before)
+        bill.steps += len(runs)
+
+    def finish(self, end: int) -> None:
+        """Charge the time up to ``end``, and hand out the bill."""
+        rest = max(0, end - self._at)
+        if self._last < 0:
+            self._bill.queue_ns += rest
+        else:
+            self._bill.host_ns += rest * self._share
+            self._bill.others_ns += rest * (1 - self._share)
+        self._closed.set()
+
+
+_Marks = Mapping[Account, tuple[list[int], int]]  # indices of chunks, and preemptions
+
+
+class Meter:
+    """Records the steps of an engine while requests with a bill run, and charges them.
+
+    It is the engine's `Batcher.meter` while there are such requests. `open`, `forget` and
+    `Account.bill` may be called from any thread; the thread that runs a step calls the rest.
+    """
+
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
+        self._open: set[Account] = set()
+        self._mutex = RLock()  # of `_open`; the garbage collector may call `forget` in any thread
+        self._recorder, self._marks = Recorder(), list[_Marks]()  # of runs to be charged
+        self._next: _Marks = {}  # of the next run
+        self._shares: dict[Plan, StepShares] = {}
+        self._charged = 0  # runs
+        self._thread = 0  # that began the last step
+
+    def open(self, samples: int) -> Account:
+        """Begin the bill of a request; submit its generations next, see `Account.watch`."""
+        account = Account(self, samples)
+        with self._mutex:
+            self._open.add(account)
+            self._batcher.meter = self
+        return account
+
+    def forget(self, account: Account) -> None:
+        """End a bill; stop to record if it was the only one."""
+        with self._mutex:
+            if account not in self._open:
+                return
+            self._open.remove(account)
+            if not self._open:
+                self._batcher.meter = None
+        account.finish(time.perf_counter_ns())
+
+    def close(self, account: Account) -> None:
+        """Charge the steps so far, and end a bill.
+
+        A request that another thread ends, because of an error or a cancellation, is not charged
+        for the last steps, since the next one may be running.
+        """
+        end = time.perf_counter_ns()
+        if self._thread == get_ident():
+            self._charge()
+        with self._mutex:
+            self._open.discard(account)
+            if not self._open:
+                self._batcher.meter = None
+        account.finish(end)
+
+    # -- steps
+    def begin_step(self, chunks: Sequence[Chunk]) -> None:
+        """Note the chunks that the next run computes, and who pays for them."""
+        marks: dict[Account, tuple[list[int], int]] = {}
+        for index, chunk in enumerate(chunks):
+            account, times = chunk.sequence.account, chunk.sequence.preemptions
+            if isinstance(account, Account):
+                indices, most = marks.get(account, ([], 0))
+                marks[account] = [*indices, index], max(most, times)
+        self._thread = get_ident()
+        self._next = marks
+        self._recorder.begin_step(chunks)
+
+    def run(self, plan: Plan, segments: BoundSegments, env: Mapping[str, int]) -> None:
+        """Run ``segments`` of ``plan`` with timestamps; ``env``: values of the Vars."""
+        self._recorder.run(plan, segments, env)
+        self._marks.append(self._next)
+        self._next = {}
+        if len(self._marks) >= _PENDING_RUNS:
+            self._charge()
+
+    def _charge(self) -> None:
+        """Charge the recorded runs."""
+        recorder, marks = self._recorder, self._marks
+        self._recorder, self._marks = Recorder(), []
+        for _, group in groupby(zip(recorder.runs, marks), _alike):
+            own = list(group)
+            runs, paying = [run for run, _ in own], own[0][1]
+            self._charge_runs(runs, {a: paying[a] for a in paying if a in self._open})
+            self._charged += len(runs)
+
+    def _charge_runs(self, runs: Sequence[Run], paying: _Marks) -> None:
+        """Charge consecutive runs of the same sequences."""
+        if not paying:
+            return
+        plan = runs[0].plan
+        if plan not in self._shares:
+            self._shares[plan] = StepShares(plan)
+        shares = self._shares[plan]
+        parts = shares.divide(runs)
+        for account, (indices, preemptions) in paying.items():
+            account.charge(runs, self._charged, indices, shares.names, parts, preemptions)
+
+
+def _alike(recorded: tuple[Run, _Marks]) -> tuple[object, ...]:
+    """Return a key that runs have in common whose chunks differ by their positions only."""
+    run, marks = recorded
+    chunks = [(chunk.sequence, chunk.stop - chunk.start, chunk.samples) for chunk in run.chunks]
+    return run.plan, chunks, [preemptions for _, preemptions in marks.values()]
