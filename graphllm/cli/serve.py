@@ -17,6 +17,7 @@ from .run import PARALLEL
 
 if TYPE_CHECKING:
     from ..api import LLM
+    from ..api.recording import Recording
     from ..embedding import EmbeddingModel, SequenceClassifier
 
 # How long the event loop and the engine's thread wait for each other's Python code at most.
@@ -64,6 +65,10 @@ def serve(
         bool,
         Option("--profile", help="Count the time of all requests by op in /metrics."),
     ] = False,
+    record: Annotated[
+        Path | None,
+        Option("--record", help="Append requests and answers to this file; see `graphllm replay`."),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP with the API of OpenAI.
 
@@ -87,10 +92,26 @@ def serve(
         note(f"note: no API key is set: anyone who can reach {address} can use the model")
     where = f"[{address}]" if ":" in address else address
     line = f"{escape_control(name)} is served at http://{where}:{own_port}/v1"
-    app = create_app(llm, name, keys, max_body, profile)
+    if (record is not None or profile) and not hasattr(llm, "engine"):
+        raise RequestError("--record and --profile need a model that generates text")
+    recording = None if record is None else _recording(record, model, load_options)
+    app = create_app(llm, name, keys, max_body, profile, recording)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     Server(app, bound, lambda: note(line), shutdown_timeout).run_until_stopped()
     llm.close()
+    if recording is not None:
+        recording.close()
+
+
+def _recording(file: Path, model: str, options: LoadOptions) -> Recording:
+    """Begin a recording. RequestError: the file cannot be used."""
+    from ..api.recording import Recording
+    from .replay import recorded_options
+
+    path = Path(model)
+    own = str(path.resolve()) if path.exists() else model
+    head = {"model": own, "options": recorded_options(options)}
+    return Recording(file, head, lambda line: note(f"warning: {line}"))
 
 
 def _load(

@@ -8,8 +8,8 @@ from .declarations import VERBS, Verb
 
 NAMES = (
     "attribute", "bench", "chat", "classify", "compare", "diff", "doctor", "embed", "inspect",
-    "new", "perplexity", "plan", "profile", "quantize", "rerank", "run", "serve", "tokenize",
-    "validate",
+    "new", "perplexity", "plan", "profile", "quantize", "replay", "rerank", "run", "serve",
+    "tokenize", "validate",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..api import LLM
 from ..api.async_llm import AsyncLLM
+from ..api.recording import Recording
 from ..embedding import EmbeddingModel, SequenceClassifier
 from ..tokenizer import Tokenizer
 from .access import KeyCheck
@@ -47,6 +48,7 @@ def create_app(
     keys: Sequence[str] = (),
     max_body: int = MAX_BODY,
     profile: bool = False,
+    recording: Recording | None = None,
 ) -> ASGIApp:
     """Return the application of a loaded model.
 
@@ -56,12 +58,13 @@ def create_app(
         keys: API keys, of which requests need one; none for no access control.
         max_body: bytes of a request body at most.
         profile: count the time of all generating requests by op in the metrics.
+        recording: gets all generating requests and their answers; None records nothing.
     """
     metrics = Metrics(llm if isinstance(llm, LLM) else None)
     length = llm.limits.context if isinstance(llm, LLM) else llm.max_length
     tools = _Tools(llm.tokenizer, name, length, max_body, metrics)
     table = [
-        *_model_routes(llm, name, max_body, metrics, profile),
+        *_model_routes(llm, name, max_body, metrics, profile, recording),
         ("GET", "/v1/models", tools.models),
         ("GET", "/v1/models/{name:path}", tools.model),
         ("POST", "/tokenize", tools.tokenize),
@@ -78,15 +81,16 @@ def create_app(
 
 
 def _model_routes(
-    llm: Model, name: str, max_body: int, metrics: Metrics, profile: bool
-) -> list[Endpoints]:
+    llm: Model, name: str, max_body: int, metrics: Metrics, profile: bool,
+    recording: Recording | None,
+) -> list[Endpoints]:  # fmt: skip
     """Return the endpoints that run the model."""
     if isinstance(llm, EmbeddingModel):
         return [("POST", "/v1/embeddings", Embeddings(llm, name, max_body).embed)]
     if isinstance(llm, SequenceClassifier):
         call = Rerank(llm, name, max_body).rerank
         return [("POST", path, call) for path in ("/v1/rerank", "/v2/rerank")]
-    completions = Completions(AsyncLLM(llm), name, max_body, metrics, profile)
+    completions = Completions(AsyncLLM(llm), name, max_body, metrics, profile, recording)
     messages, llama = Messages(completions), LlamaEndpoints(completions)
     return [
         ("GET", "/", _chat_page),

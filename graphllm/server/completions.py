@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ..api.async_llm import AsyncLLM, AsyncRequest
+from ..api.recording import Recording
 from ..engine.completion import Completion
 from ..errors import GraphllmError
 from .answers import Answer, ChatAnswer, Object, Piece
@@ -99,13 +99,21 @@ class Completions:
         max_body: bytes of a request body at most.
         metrics: counts prompts and tokens.
         profile: record the steps of all requests, for the metrics.
+        recording: gets all requests and their answers; None records nothing.
     """
 
     def __init__(
-        self, llm: AsyncLLM, name: str, max_body: int, metrics: Metrics, profile: bool = False
+        self,
+        llm: AsyncLLM,
+        name: str,
+        max_body: int,
+        metrics: Metrics,
+        profile: bool = False,
+        recording: Recording | None = None,
     ) -> None:
         self.llm, self.name, self._max_body, self._metrics = llm.llm, name, max_body, metrics
-        self._async, self._profile = llm, profile
+        self._async, self._profile, self._recording = llm, profile, recording
+        self._recorded: dict[AsyncRequest, int] = {}  # numbers in the recording
         self._pending = 0
 
     # -- endpoints
@@ -258,6 +266,7 @@ class Completions:
             for prompt in job.prompts:
                 own = self._async.submit(prompt, last_only=not job.stream, **settings)
                 requests.append(await own)
+                self._record(request, prompt, settings, requests[-1])
             if job.stream:
                 events = self._events(request, job, requests)
                 response = EventStream(events, job.answer, lambda: self._end(job, requests))
@@ -280,11 +289,31 @@ class Completions:
         self._pending -= job.choices
         for each in requests:
             each.handle.cancel()
-            with suppress(GraphllmError):  # the client was told
+            failure: GraphllmError | None = None
+            try:
                 each.handle.poll()
+            except GraphllmError as error:  # the client was told
+                failure = error
             first, *others = each.completions
             first.alternatives = others
             self._metrics.count(first)
+            if self._recording is not None and each in self._recorded:
+                why = None if failure is None else str(failure)
+                self._recording.answer(self._recorded.pop(each), first.choices, why)
+
+    def _record(
+        self, request: Request, prompt: str | list[int], settings: Mapping[str, Any],
+        own: AsyncRequest,
+    ) -> None:  # fmt: skip
+        """Record a request that was submitted."""
+        if self._recording is None:
+            return
+        done, encodes = own.handle.completion, self.llm.seq2seq is not None
+        self._recorded[own] = self._recording.request(
+            prompt if encodes else done.prompt_ids,
+            {**settings, "seed": done.seed},
+            request.state.arrived_ns,
+        )
 
     async def _events(
         self, request: Request, job: Job, requests: Sequence[AsyncRequest]

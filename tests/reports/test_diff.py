@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from cuda_cases import need_gpu
+from faulty_kernels import inject_fault
 from remote_memory import remote  # noqa: F401
 from tiny_models import llama_weights, write_llama, write_tiny
 
 import graphllm
-from graphllm.backends import Backend, Kernel, find
+from graphllm.backends import Backend, Kernel
 from graphllm.compiler.placement import Choice
 from graphllm.compiler.plan import Step
 from graphllm.errors import PlacementError, RequestError
@@ -32,26 +32,6 @@ COMMAND = [sys.executable, "-m", "graphllm", "diff"]
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("diff") / "tiny.gguf", "llama")
-
-
-def inject_fault(monkeypatch, op: str, scope: str, operand: str, backend: str = "cpu") -> None:
-    """Scale weight ``operand`` of a backend's kernel for ``op`` by 1.01 in scopes that begin with
-    ``scope``."""
-    kernels = find(backend).kernels[op]
-    honest = next(k for k in reversed(kernels) if "f32" in k.dtypes.get(operand, ("f32",)))
-    pack = honest.pack.get(operand)
-
-    def larger(raw: np.ndarray, meta: Meta) -> np.ndarray:
-        wrong = (raw.view("<f4") * np.float32(1.01)).view(np.uint8)
-        return pack(wrong, meta) if pack else wrong
-
-    def when(node, options):
-        if not any(s.startswith(scope) for s in node.scopes):
-            return "elsewhere"
-        return honest.when(node, options) if honest.when else None
-
-    wrong = replace(honest, name="faulty", pack={**honest.pack, operand: larger}, when=when)
-    monkeypatch.setitem(find(backend).kernels, op, [wrong, *kernels])
 
 
 # --------------------------------------------------------------------------------- correct backends
