@@ -248,11 +248,11 @@ def _add_session(
         raise RequestError(
             f"{where}: recording = {quote(head['recording'])}, this version reads {FORMAT}"
         )
-    model, options, made_by = (head.get(name) for name in ("model", "options", "graphllm"))
-    if not isinstance(model, str) or not isinstance(options, dict) or not isinstance(made_by, str):
+    model, options, version = (head.get(name) for name in ("model", "options", "graphllm"))
+    if not isinstance(model, str) or not isinstance(options, dict) or not isinstance(version, str):
         raise RequestError(f"{where}: the head has no model, options and graphllm")
     if found is None:
-        return RecordedTraffic(made_by, model, options, [], [])
+        return RecordedTraffic(version, model, options, [], [])
     if (model, options) != (found.model, found.options):
         raise RequestError(f"{where}: the session has another model, or other options")
     return found

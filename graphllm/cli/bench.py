@@ -148,13 +148,17 @@ def bench(
 
     graphllm bench demo -p 128 -n 32 -b 1,8,32
 
-    graphllm bench demo --load synthetic --rate 4 -p 16-256 -n 64 -b 16
+    graphllm bench demo --load rate=4,prompt=16-256,output=64
+
+    graphllm bench demo --load rate=4,prompt=128,output=64 --url http://127.0.0.1:8080
 
     graphllm bench --random qwen2-1.5b --type q4_0 -o json
     """
     if output not in ("md", "json", "csv"):
         raise RequestError(f"-o {output} must be md, json or csv")
     setups = grid.setups()
+    if load_test.load is None and (load_test.url or load_test.api_key):
+        raise RequestError("--url and --api-key need --load")
     if load_test.load is not None:
         _bench_load(placement, grid, source, load_test, ceiling, output)
         return
@@ -181,12 +185,29 @@ def _bench_load(
     setups = grid.setups()
     if len(setups) > 1 or output == "csv":
         raise RequestError("--load takes one --kv-type, one -t, and -o md or json")
-    file = source.open(placement)
-    best = _ceiling(placement.device) if ceiling else None
-    lists = {"-p": grid.prompts, "-n": grid.gens, "-b": grid.batches}
-    found = bench_load.run(placement, file, setups[0], options, lists, best)
+    default = BenchGrid()
+    for flag in ("prompts", "gens", "depths", "repeat"):
+        if getattr(grid, flag) != getattr(default, flag):
+            raise RequestError("-p, -n, -d and -r have no use with --load, which has the lengths")
+    named = source.model is not None or source.random is not None
+    file = source.open(placement, data=options.url is None) if named or not options.url else None
+
+    def encode(text: str) -> list[int]:
+        if file is None:
+            raise RequestError("a prompt that is a text needs MODEL, whose tokenizer encodes it")
+        return file.tokenizer().encode(text, True)
+
+    load = options.read(grid.batches, encode)
+    if options.url is not None:
+        found = bench_load.run_http(placement, file, setups[0], options, load)
+    else:
+        best = _ceiling(placement.device) if ceiling else None
+        assert file is not None
+        found = bench_load.run(placement, file, setups[0], load, best)
     for line in bench_load.lines(found, output):
         show(line)
+    if not found.get("requests"):
+        raise RequestError("no request was answered")
 
 
 def _bench_batches(

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import RequestError
 from ..progress import progress_line
+from ..terminal import escape_control
 from .declarations import Option
+from .load_spec import SPEC, SPEC_HELP, capacity_line, load_table, parse_load
 from .number_lists import parse_numbers
 from .options import PlacementOptions
 
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import Checkpoint
-    from ..profiler.load_requests import LoadRequest
+    from ..profiler.load_requests import Load
     from ..profiler.roofline import Ceilings
 
-SYNTHETIC = "synthetic"
-_SEQUENCES = 16  # computed at once, unless -b says otherwise
+_SEQUENCES = 16  # computed at once by a load from a file, unless -b says otherwise
 
 
 @dataclass
@@ -31,103 +32,128 @@ class LoadTestOptions:
         str | None,
         Option(
             "--load",
-            metavar="FILE|synthetic",
+            metavar=f"FILE|{SPEC}",
             help="Load test: requests of a JSON-lines file with the fields arrival_s, "
-            "prompt_tokens (or prompt) and max_tokens; or synthetic ones, whose lengths are drawn "
-            "from -p and -n.",
+            f"prompt_tokens (or prompt) and max_tokens; or {SPEC_HELP}",
             show_default=False,
         ),
     ] = None
-    rate: Annotated[
-        float,
-        Option("--rate", help="Arrivals per second (Poisson); 0 lets all requests arrive at once."),
-    ] = 1.0
-    requests: Annotated[int, Option("--requests", help="Number of synthetic requests.")] = 32
-    seed: Annotated[int, Option("--seed", help="Seed of the requests and the sampling.")] = 0
+    url: Annotated[
+        str | None,
+        Option(
+            "--url",
+            help="With --load: test the OpenAI-compatible server at this address. With MODEL, the "
+            "prediction for it is shown, too.",
+            show_default=False,
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None, Option("--api-key", help="API key of the server.", show_default=False)
+    ] = None
+
+    def read(self, batch: str, encode: Callable[[str], list[int]]) -> Load:
+        """Return the load.
+
+        Args:
+            batch: the list of -b.
+            encode: returns the ids of a prompt that is a text.
+
+        Raises:
+            RequestError: an option or the file is invalid.
+        """
+        from ..profiler.load_requests import RANDOM_IDS, Load, read_requests
+
+        assert self.load is not None
+        if "=" in self.load:
+            if batch:
+                raise RequestError("-b has no use with --load rate=...: give parallel=N in it")
+            return parse_load(self.load)
+        batches = parse_numbers("-b", batch) if batch else [_SEQUENCES]
+        if len(batches) > 1 or not batches[0]:
+            raise RequestError(f"-b {batch}: --load takes one number of sequences")
+        return Load(read_requests(Path(self.load), RANDOM_IDS, encode, 0), batches[0])
 
 
 def run(
-    placement: PlacementOptions, file: Checkpoint, setup: tuple[str | None, int],
-    options: LoadTestOptions, lists: Mapping[str, str], best: Ceilings | None,
+    placement: PlacementOptions, file: Checkpoint, setup: tuple[str | None, int], load: Load,
+    best: Ceilings | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run the load test and return its JSON form.
+    """Run the load test and return its JSON form, with the prediction.
 
     Args:
         placement: options of loading.
         file: the model file.
         setup: KV cache type and threads.
-        options: options of the load test.
-        lists: the lists of -p, -n and -b.
+        load: the load.
         best: ceilings of the first backend; None to compare with nothing.
 
     Raises:
-        RequestError: an option or the file is invalid, or the requests do not fit the memory.
+        RequestError: the requests do not fit the context or the memory.
     """
     from ..backends import Options
     from ..backends.cpu.runtime.cores import thread_count
     from ..engine.request import Sampling
     from ..profiler import bench, load_test
+    from ..profiler.load_prediction import predict_load
+    from ..system_info import OtherProcesses
 
-    batches = parse_numbers("-b", lists["-b"]) if lists["-b"] else [_SEQUENCES]
-    if len(batches) > 1 or not batches[0]:
-        raise RequestError(f"-b {lists['-b']}: --load takes one number of sequences")
-    requests = _requests(file, options, lists)
-    longest = max(len(each.prompt) + each.max_tokens for each in requests)
     llm = placement.load(
-        file,
-        context=max(longest, batches[0]),  # a step has no more tokens
-        max_sequences=batches[0],
-        kv_type=setup[0],
-        threads=setup[1],
+        file, context=load.context, max_sequences=load.parallel, kv_type=setup[0], threads=setup[1]
     )
-    if longest > llm.limits.context:
-        what = f"a request has {longest} tokens, the model's context is {llm.limits.context}"
+    if load.context > llm.limits.context:
+        what = f"a request has {load.context} tokens, the model's context is {llm.limits.context}"
         raise RequestError(what, "context")
-    for each in requests:
+    for each in load.requests:
         llm.check_ids(each.prompt)
-    count = thread_count(Options(threads=setup[1]))
+    count, watch = thread_count(Options(threads=setup[1])), OtherProcesses()
     with progress_line("load test") as progress:
         result = load_test.run(
-            llm, requests, Sampling(seed=options.seed),
-            lambda done: progress("load test", done, len(requests)),
+            llm, load.requests, Sampling(seed=load.seed),
+            lambda done: progress("load test", done, len(load.requests)),
         )  # fmt: skip
+    others, predicted = watch.share(), None
+    if best is not None:
+        with llm.engine.lock.hold("a prediction"):
+            predicted = predict_load(llm.engine, llm.decoder.caches, load.requests, count)
     roof = best.bytes_s(0 if llm.gpu_offload else count) / 1e9 if best is not None else None
     return {
         **bench.describe(llm, count),
-        "load": options.load,
-        "rate": options.rate if options.load == SYNTHETIC else None,
-        "seed": options.seed,
-        "max_sequences": batches[0],
+        "max_sequences": load.parallel,
         **result.as_dict(),
+        "others": others,
         "ceiling_gb_s": roof,
         "share": result.gb_s / roof if roof else None,
+        "predicted": predicted and predicted.as_dict(),
     }
 
 
-def _requests(
-    file: Checkpoint, options: LoadTestOptions, lists: Mapping[str, str]
-) -> list[LoadRequest]:
-    """Return the requests of the file, or synthetic ones. RequestError: an option is invalid."""
-    from ..loading.load import build_decoder
-    from ..profiler.load_requests import read_requests, synthetic_requests
+def run_http(
+    placement: PlacementOptions, file: Checkpoint | None, setup: tuple[str | None, int],
+    options: LoadTestOptions, load: Load,
+) -> dict[str, Any]:  # fmt: skip
+    """Run the load test against a server and return its JSON form, with the prediction.
 
-    vocab = build_decoder(file).cfg.vocab
-    if options.load != SYNTHETIC:
-        assert options.load is not None
-        return read_requests(
-            Path(options.load),
-            vocab,
-            lambda text: file.tokenizer().encode(text, True),
-            options.seed,
-        )
-    if not 0 <= options.rate < float("inf") or options.requests < 1:
-        raise RequestError(
-            f"--rate {options.rate} must be at least 0, --requests {options.requests} at least 1"
-        )
-    prompts, outputs = (parse_numbers(flag, lists[flag]) for flag in ("-p", "-n"))
-    if 0 in prompts or 0 in outputs:
-        raise RequestError("-p 0 or -n 0: a request has a prompt and samples tokens")
-    return synthetic_requests(options.requests, options.rate, prompts, outputs, vocab, options.seed)
+    ``file``: the model file; None predicts nothing. For the rest see `run`.
+    """
+    from ..profiler import http_load
+    from ..profiler.prediction import dry_run
+
+    server = http_load.OpenAiServer(options.url or "", options.api_key)
+    predicted = None
+    if file is not None:
+        own = placement.arguments() | {"context": load.context, "max_sequences": load.parallel}
+        predicted = dry_run(file, **own, kv_type=setup[0], threads=setup[1], load=load).load
+    with progress_line("load test") as progress:
+        result = http_load.run(
+            server, load.requests, load.parallel, load.seed,
+            lambda done: progress("load test", done, len(load.requests)),
+        )  # fmt: skip
+    return {
+        "url": options.url,
+        "max_sequences": load.parallel,
+        **result.as_dict(),
+        "predicted": predicted and predicted.as_dict(),
+    }
 
 
 def lines(found: Mapping[str, Any], output: str) -> Iterator[str]:
@@ -135,38 +161,34 @@ def lines(found: Mapping[str, Any], output: str) -> Iterator[str]:
     if output == "json":
         yield json.dumps(found)
         return
-    count = len(found["requests"])
-    tokens = [sum(each[f"{kind}_tokens"] for each in found["requests"]) for kind in _KINDS]
-    yield (
-        f"{found['model_type']}, {found['backends']}, {found['n_threads']} threads, KV cache "
-        f"{found['type_k']}, at most {found['max_sequences']} sequences at once"
-    )
-    yield (
-        f"{count} requests, {tokens[0]} prompt and {tokens[1]} output tokens in "
-        f"{found['wall_s']:.2f} s; steps ran in {found['busy_s'] / found['wall_s']:.0%} of it"
-    )
-    yield (
-        f"{found['requests_s']:.2f} requests/s, {found['output_tok_s']:.1f} output tok/s, "
-        f"{found['total_tok_s']:.1f} tok/s in total"
-    )
-    share = f" ({found['share']:.0%} of the ceiling)" if found["share"] else ""
-    yield (
-        f"{found['steps']} steps, {found['preemptions']} preemptions, prefix cache hit rate "
-        f"{found['hit_rate']:.1%}, {found['gb_s']:.1f} GB/s{share}"
-    )
+    from ..profiler.machine_load import load_note
+
+    answered, steps = found.get("requests", []), found.get("steps")
+    tokens = [sum(each[f"{kind}_tokens"] for each in answered) for kind in ("prompt", "output")]
+    if "url" in found:
+        yield f"{found['server_model']} at {found['url']}"
+    else:
+        yield (
+            f"{found['model_type']}, {found['backends']}, {found['n_threads']} threads, KV cache "
+            f"{found['type_k']}, at most {found['max_sequences']} sequences at once"
+        )
+    if answered:
+        shown = f"; steps ran in {found['busy_s'] / found['wall_s']:.0%} of it" if steps else ""
+        yield (
+            f"{len(answered)} requests, {tokens[0]} prompt and {tokens[1]} output tokens in "
+            f"{found['wall_s']:.2f} s{shown}"
+        )
+    if steps:
+        share = f" ({found['share']:.0%} of the ceiling)" if found["share"] else ""
+        yield (
+            f"{found['steps']} steps, {found['preemptions']} preemptions, prefix cache hit rate "
+            f"{found['hit_rate']:.1%}, {found['gb_s']:.1f} GB/s{share}"
+        )
+    yield from map(escape_control, found.get("failures", ()))
+    if busy := load_note(found.get("others"), {}):
+        yield f"note: {busy}"
     yield ""
-    yield f"{'ms':<20} {'mean':>9} {'p50':>9} {'p90':>9} {'p99':>9}"
-    for key, title in _LATENCIES.items():
-        values = found[key]
-        if values:
-            cells = " ".join(f"{1e3 * values[name]:>9.1f}" for name in ("mean", *_COLUMNS))
-            yield f"{title:<20} {cells}"
-
-
-_KINDS, _COLUMNS = ("prompt", "output"), ("p50", "p90", "p99")
-_LATENCIES = {
-    "ttft_s": "time to first token",
-    "itl_s": "inter-token latency",
-    "queue_s": "queue time",
-    "e2e_s": "end to end",
-}
+    predicted = found["predicted"]
+    yield from load_table({"measured": found if answered else None, "predicted": predicted})
+    if predicted is not None:
+        yield f"predicted: {capacity_line(predicted['capacity'])}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ..terminal import note
 from .declarations import Option, verb
+from .load_spec import SPEC, SPEC_HELP, capacity_line, load_table, parse_load
 from .options import AsJson, LoadOptions, ModelSource
 from .output import show, show_json
 
@@ -35,6 +36,10 @@ def plan(
         int,
         Option("-d", "--n-depth", help="With -b: number of tokens of each prompt."),
     ] = 512,
+    load: Annotated[
+        str | None,
+        Option("--load", metavar=SPEC, help=f"Also predict a load: {SPEC_HELP}"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict placement, memory and speed of a model without loading its weights.
@@ -49,15 +54,18 @@ def plan(
     graphllm plan --random llama-7b --type q4_0 --device cuda --free 6
 
     graphllm plan demo -b 1,8,64 -d 1000
+
+    graphllm plan demo --load rate=4,prompt=128,output=64
     """
     from ..profiler.prediction import dry_run
     from .number_lists import parse_numbers
 
     room = None if free is None else round(free * 1e9)
     batches = parse_numbers("-b", batch) if batch else []
+    wanted = None if load is None else parse_load(load)
     own = {"max_sequences": 1} | load_options.arguments()
     file = source.open(load_options, data=False)
-    found = dry_run(file, **own, free=room, batches=batches, depth=depth)
+    found = dry_run(file, **own, free=room, batches=batches, depth=depth, load=wanted)
     if as_json:
         show_json(found.as_dict())
         return
@@ -86,9 +94,23 @@ def _lines(found: DryRun) -> Iterator[str]:
     yield ""
     yield from map(_time, phases)
     yield from _batches(found)
+    yield from _load(found)
     yield from found.lacking
     if any(phase.seconds is not None for phase in phases):
         yield from (f"from {line}" for line in found.basis)
+
+
+def _load(found: DryRun) -> Iterator[str]:
+    """Yield the table of the predicted load, and where something is full."""
+    if found.load is None:
+        return
+    own = found.load.as_dict()
+    yield ""
+    yield from load_table({"predicted": own})
+    share = own["busy_s"] / own["wall_s"]
+    yield f"{own['steps']} steps in {share:.0%} of the time, {own['preemptions']} preemptions"
+    yield capacity_line(own["capacity"])
+    yield ""
 
 
 def _batches(found: DryRun) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,10 +26,49 @@ _SWITCH_INTERVAL_S = 0.0005
 _MODULES = ("prometheus_client", "starlette", "uvicorn")
 
 
+@dataclass
+class ObservationOptions:
+    """What a server measures and records of its requests."""
+
+    profile: Annotated[
+        bool,
+        Option("--profile", help="Count the time of all requests by op in /metrics."),
+    ] = False
+    record: Annotated[
+        Path | None,
+        Option("--record", help="Append requests and answers to this file; see `graphllm replay`."),
+    ] = None
+
+    def recording(self, model: str, options: LoadOptions, llm: object) -> Recording | None:
+        """Begin the recording, if one is asked for.
+
+        Args:
+            model: the model of the command line.
+            options: options of loading.
+            llm: the loaded model.
+
+        Raises:
+            RequestError: the file cannot be used, or the model is an encoder.
+        """
+        from ..api import LLM
+        from ..api.recording import Recording
+        from .replay import recorded_options
+
+        if not isinstance(llm, LLM) and (self.profile or self.record is not None):
+            raise RequestError("--record and --profile need a model that generates text")
+        if self.record is None:
+            return None
+        path = Path(model)
+        own = str(path.resolve()) if path.exists() else model
+        head = {"model": own, "options": recorded_options(options)}
+        return Recording(self.record, head, lambda line: note(f"warning: {line}"))
+
+
 @verb
 def serve(
     model: Model,
     load_options: GenerationLoadOptions,
+    observation: ObservationOptions,
     host: Annotated[str, Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Option("--port", help="Port; 0 chooses a free one.")] = 8080,
     parallel: Annotated[
@@ -61,14 +101,6 @@ def serve(
             help="Seconds that running requests have to end after SIGTERM or Ctrl-C.",
         ),
     ] = 30,
-    profile: Annotated[
-        bool,
-        Option("--profile", help="Count the time of all requests by op in /metrics."),
-    ] = False,
-    record: Annotated[
-        Path | None,
-        Option("--record", help="Append requests and answers to this file; see `graphllm replay`."),
-    ] = None,
 ) -> None:
     """Serve a model over HTTP with the API of OpenAI.
 
@@ -92,26 +124,13 @@ def serve(
         note(f"note: no API key is set: anyone who can reach {address} can use the model")
     where = f"[{address}]" if ":" in address else address
     line = f"{escape_control(name)} is served at http://{where}:{own_port}/v1"
-    if (record is not None or profile) and not hasattr(llm, "engine"):
-        raise RequestError("--record and --profile need a model that generates text")
-    recording = None if record is None else _recording(record, model, load_options)
-    app = create_app(llm, name, keys, max_body, profile, recording)
+    recording = observation.recording(model, load_options, llm)
+    app = create_app(llm, name, keys, max_body, observation.profile, recording)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     Server(app, bound, lambda: note(line), shutdown_timeout).run_until_stopped()
     llm.close()
     if recording is not None:
         recording.close()
-
-
-def _recording(file: Path, model: str, options: LoadOptions) -> Recording:
-    """Begin a recording. RequestError: the file cannot be used."""
-    from ..api.recording import Recording
-    from .replay import recorded_options
-
-    path = Path(model)
-    own = str(path.resolve()) if path.exists() else model
-    head = {"model": own, "options": recorded_options(options)}
-    return Recording(file, head, lambda line: note(f"warning: {line}"))
 
 
 def _load(

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import RequestError
 
+RANDOM_IDS = 256  # of random prompts; each vocabulary has as many, also a server's
 _FIELDS = ("arrival_s", "prompt_tokens", "prompt", "max_tokens")
 
 
@@ -27,6 +28,27 @@ class LoadRequest:
     arrival_s: float
     prompt: list[int]
     max_tokens: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of a load test.
+
+    Attributes:
+        requests: the requests, in the order of arrival.
+        parallel: number of sequences that are computed at once.
+        seed: request i is sampled with ``seed + i``.
+    """
+
+    requests: Sequence[LoadRequest]
+    parallel: int = 16
+    seed: int = 0
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest request, at least those of a decode step."""
+        longest = max(len(each.prompt) + each.max_tokens for each in self.requests)
+        return max(longest, self.parallel)
 
 
 def synthetic_requests(

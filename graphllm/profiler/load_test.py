@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ..engine.generation import Sampled
 from ..engine.request import Sampling
 from .bench import filler_tokens, leaf_bytes
 from .engine_requests import finish, run_step, submit_all
 from .load_requests import LoadRequest
+from .load_times import LoadTimes, RequestTimes
 
 if TYPE_CHECKING:
     from ..compiler.plan import Plan
@@ -29,43 +28,12 @@ if TYPE_CHECKING:
     from ..loading.loaded_model import LoadedModel
     from ..runtime.recorder import BoundSegments
 
-PERCENTILES = (50, 90, 99)
-
-
-@dataclass
-class RequestTimes:
-    """Times of one request in seconds, from its scheduled arrival.
-
-    Attributes:
-        arrival_s: scheduled arrival, from the beginning of the test.
-        queue_s: until the first step that computes it.
-        ttft_s: until its first token.
-        end_s: until its last token.
-        intervals_s: between consecutive tokens.
-        prompt_tokens: tokens of its prompt.
-        cached_tokens: tokens of its prompt that were found in the cache.
-        output_tokens: tokens sampled.
-        preemptions: number of times it had to give up its blocks.
-    """
-
-    arrival_s: float
-    queue_s: float
-    ttft_s: float
-    end_s: float
-    intervals_s: list[float]
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    preemptions: int
-
 
 @dataclass(frozen=True)
-class LoadResult:
+class LoadResult(LoadTimes):
     """Result of a load test.
 
     Attributes:
-        requests: times of each request, in the order of arrival.
-        wall_s: from the first arrival to the last token.
         busy_s: time in which steps ran.
         steps: number of steps.
         preemptions: number of preemptions.
@@ -73,8 +41,6 @@ class LoadResult:
         nbytes: bytes of weights and cache that all steps moved, by the declared costs.
     """
 
-    requests: Sequence[RequestTimes]
-    wall_s: float
     busy_s: float
     steps: int
     preemptions: int
@@ -82,47 +48,14 @@ class LoadResult:
     nbytes: float
 
     @property
-    def rates(self) -> dict[str, float]:
-        """Requests, sampled tokens, and all tokens (those of prompts, too) per second."""
-        sampled = sum(each.output_tokens for each in self.requests)
-        prompts = sum(each.prompt_tokens for each in self.requests)
-        counts = {
-            "requests_s": len(self.requests), "output_tok_s": sampled,
-            "total_tok_s": prompts + sampled,
-        }  # fmt: skip
-        return {name: count / self.wall_s for name, count in counts.items()}
-
-    @property
     def gb_s(self) -> float:
         """Memory bandwidth over the whole test in GB/s; prefill counts its bytes, too."""
         return self.nbytes / self.wall_s / 1e9
 
-    def percentiles(self) -> dict[str, dict[str, float]]:
-        """Return mean and percentiles in seconds, by name of the latency."""
-        kinds = {
-            "ttft_s": [each.ttft_s for each in self.requests],
-            "itl_s": [gap for each in self.requests for gap in each.intervals_s],
-            "queue_s": [each.queue_s for each in self.requests],
-            "e2e_s": [each.end_s for each in self.requests],
-        }
-        return {name: _percentiles(values) for name, values in kinds.items()}
-
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        own = {
-            name: getattr(self, name)
-            for name in ("wall_s", "busy_s", "steps", "preemptions", "hit_rate", "gb_s")
-        }
-        requests = [asdict(each) for each in self.requests]
-        return {**own, **self.rates, **self.percentiles(), "requests": requests}
-
-
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    found = np.percentile(values, PERCENTILES).tolist()
-    names = [f"p{number}" for number in PERCENTILES]
-    return {"mean": float(np.mean(values)), **dict(zip(names, found))}
+        names = "busy_s", "steps", "preemptions", "hit_rate", "gb_s"
+        return {**{name: getattr(self, name) for name in names}, **super().as_dict()}
 
 
 class _StepLog:
@@ -256,17 +189,12 @@ def _collect(each: _Running) -> None:
 
 
 def _times(each: _Running, start: float) -> RequestTimes:
-    generation, times = each.generation, each.times
-    due = start + each.request.arrival_s
-    prompt = len(each.request.prompt)
-    return RequestTimes(
+    generation, prompt = each.generation, len(each.request.prompt)
+    return RequestTimes.of(
         arrival_s=each.request.arrival_s,
-        queue_s=generation.started - due,
-        ttft_s=times[0] - due,
-        end_s=times[-1] - due,
-        intervals_s=np.diff(times).tolist(),
+        started_s=generation.started - start,
+        times=[at - start for at in each.times],
         prompt_tokens=prompt,
         cached_tokens=prompt - generation.prefill_tokens,
-        output_tokens=len(times),
         preemptions=generation.sequence.preemptions,
     )

@@ -18,6 +18,7 @@ from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..compiler.plan import Copies, Plan
 from ..engine.engine import Engine
 from ..engine.kv_memory import kv_budget
+from ..errors import RequestError
 from ..graph.tensor import WEIGHT
 from ..loading.load import (
     DEFAULT_CONTEXT,
@@ -34,6 +35,8 @@ from ..ops import get
 from ..runtime.gpu_offload import leaf_buffers
 from .batch_prediction import BatchPrediction, predict_batch
 from .bench import Test, leaf_bytes, model_type
+from .load_prediction import LoadPrediction, predict_load
+from .load_requests import Load
 from .planner import Planner
 from .step_times import TimePredictor, step_env
 
@@ -108,6 +111,7 @@ class DryRun:
         basis: measurements that the predicted times are based on.
         lacking: why a time is not predicted.
         batches: predictions of many sequences.
+        load: prediction of a load; None if none was asked for, or a measurement is missing.
     """
 
     model: str
@@ -123,13 +127,15 @@ class DryRun:
     basis: Sequence[str]
     lacking: Sequence[str] = field(default_factory=tuple)
     batches: Sequence[BatchPrediction] = field(default_factory=tuple)
+    load: LoadPrediction | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         memory = {name: {**vars(m), "total": m.total} for name, m in self.memory.items()}
         phases = {"prefill": self.prefill.as_dict(), "token": self.token.as_dict()}
         batches = list(map(asdict, self.batches))
-        return {**vars(self), **phases, "memory": memory, "batches": batches}
+        load = self.load and self.load.as_dict()
+        return {**vars(self), **phases, "memory": memory, "batches": batches, "load": load}
 
 
 def predict_test(engine: Engine, test: Test, threads: int) -> float | None:
@@ -176,6 +182,7 @@ def dry_run(
     free: int | None = None,
     batches: Sequence[int] = (),
     depth: int = DEFAULT_DEPTH,
+    load: Load | None = None,
 ) -> DryRun:
     """Predict placement, memory and time of ``model`` from its header; no tensor is read.
 
@@ -187,15 +194,16 @@ def dry_run(
         batches: numbers of sequences to predict prefill and decode of; they raise
             ``max_sequences``.
         depth: tokens of each prompt of these.
+        load: a load to predict; it raises ``max_sequences``.
 
     Raises:
         GraphllmError: as in `load`.
     """
-    given = {name: value for name, value in locals().items() if name != "batches"}
+    given = {name: value for name, value in locals().items() if name not in ("batches", "load")}
     own = check(RULES | {"free": Optional(Integer()), "depth": Integer(1)}, given)
     file = open_checkpoint(model, data=False)
     decoder = build_decoder(file, model_def, type)
-    most = max([own["max_sequences"], *batches])
+    most = max([own["max_sequences"], *batches, *([load.parallel] if load else [])])
     wanted = graph_limits(own["context"], kv_type, device, most)
     pinned = {"pins": own["place"], "strict": own["strict"]}
     planner = Planner(decoder.weights, device, backend_options(own), own["free"], **pinned)
@@ -207,7 +215,19 @@ def dry_run(
     room = kv_budget(own["kv_memory"], left)
     depth = min(own["depth"], limits.context - 1)
     many = [predict_batch(engine, decoder.caches, n, depth, room, found.threads) for n in batches]
-    return replace(found, batches=many)
+    loaded = None if load is None else _predict_load(engine, decoder, load, found.threads)
+    return replace(found, batches=many, load=loaded)
+
+
+def _predict_load(
+    engine: Engine, decoder: Decoder, load: Load, threads: int
+) -> LoadPrediction | None:
+    """Predict a load. RequestError: a request does not fit the context."""
+    if load.context > engine.limits.context:
+        what = f"a request of {load.context} tokens exceeds the context of {engine.limits.context}"
+        raise RequestError(what, "context")
+    engine.scheduler.sequences = load.parallel
+    return predict_load(engine, decoder.caches, load.requests, threads)
 
 
 def _summarize(file: Checkpoint, decoder: Decoder, engine: Engine, planner: Planner) -> DryRun:

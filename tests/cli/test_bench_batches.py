@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from random import Random
+from threading import Thread
 
 import pytest
 import tiny_models as tiny
+from running_server import Running
 from typer.testing import CliRunner
 
 import graphllm
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.cli import app
 from graphllm.cli.bench_batches import parse_tests
+from graphllm.cli.load_spec import parse_load
 from graphllm.engine.request import Sampling
 from graphllm.errors import RequestError
-from graphllm.profiler import batch_bench, batch_prediction, load_test, prediction, roofline
+from graphllm.profiler import (
+    batch_bench,
+    batch_prediction,
+    load_prediction,
+    load_test,
+    prediction,
+    roofline,
+)
 from graphllm.profiler.batch_bench import BatchTest
 from graphllm.profiler.batch_limits import check_batch, kv_bytes, kv_memory_of, sequence_bytes
 from graphllm.profiler.bench import Test, filler_prompts, step_bytes
+from graphllm.profiler.load_prediction import predict_load
 from graphllm.profiler.load_requests import LoadRequest, read_requests, synthetic_requests
 from graphllm.profiler.record import Recorder
 from graphllm.profiler.roofline import Ceilings
@@ -282,14 +294,165 @@ def test_a_load_test_sleeps_between_arrivals(llm, monkeypatch):
 
 
 def test_command_line_of_a_load_test(path, tmp_path):
-    words = ("bench", str(path), "--load", "synthetic", "-p", "4-9", "-n", "2,3", "--rate", "0")
-    words = (*words, "--requests", "6", "-b", "4", "-t", "1", "--no-ceiling", "--device", "cpu")
+    words = ("bench", str(path), "--load", "rate=0,prompt=4-9,output=2-3,requests=6,parallel=4")
+    words = (*words, "-t", "1", "--no-ceiling", "--device", "cpu")
     found = json.loads(call(*words, "-o", "json"))
     assert len(found["requests"]) == 6 and found["max_sequences"] == 4
-    assert "time to first token" in call(*words)
+    assert found["predicted"] is None and "time to first token, p90" in call(*words)
     file = tmp_path / "load.jsonl"
     file.write_text('{"prompt_tokens": 7, "max_tokens": 2}\n')
     text = call("bench", str(path), "--load", str(file), "--no-ceiling", "--device", "cpu")
     assert "1 requests, 7 prompt and 2 output tokens" in text
-    for wrong in (("--requests", "0"), ("-b", "1,2"), ("--rate", "-1"), ("-o", "csv")):
+    for wrong in (("-b", "2"), ("-p", "3"), ("-d", "4"), ("-o", "csv")):
         assert isinstance(CliRunner().invoke(app, [*words, *wrong]).exception, RequestError)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("rate=1,prompt=2", "output= is missing"),
+        ("rate=1,rate=1,prompt=2,output=3", "'rate=1' must be one of"),
+        ("rate=1,prompts=2,output=3", "'prompts=2' must be one of"),
+        ("rate=inf,prompt=2,output=3", "rate=inf must be a number"),
+        ("rate=1,prompt=0-3,output=3", "must be at least 1"),
+        ("rate=1,prompt=2,output=3,requests=0", "one number above 0"),
+        ("rate=1,prompt=2,output=3,parallel=1-3", "one number above 0"),
+        ("rate=1,prompt=2,output=300", "exceeds the context"),
+    ],
+)
+def test_invalid_loads(path, text, words):
+    result = CliRunner().invoke(app, ["plan", str(path), "-c", "128", "--load", text])
+    assert isinstance(result.exception, RequestError) and words in str(result.exception)
+
+
+# -------------------------------------------------------------------------------- predicted loads
+
+
+def test_a_predicted_load_is_scheduled_as_the_engine_schedules_it(llm, measured):
+    """All at once: the simulated steps are those that the engine runs, and end as they do."""
+    load = parse_load("rate=0,prompt=20-60,output=1-9,requests=7,parallel=4,seed=2")
+    steps = llm.engine.batcher.steps
+    ran = load_test.run(llm, load.requests, Sampling(seed=0), lambda done: None)
+    found = predict_load(llm.engine, llm.decoder.caches, load.requests, 1)
+    assert found.steps == ran.steps and llm.engine.batcher.steps > steps
+    assert [(each.prompt_tokens, each.output_tokens) for each in found.times.requests] == [
+        (each.prompt_tokens, each.output_tokens) for each in ran.requests
+    ]
+    order = [sorted(range(7), key=lambda i: times[i].end_s) for times in
+             (found.times.requests, ran.requests)]  # fmt: skip
+    assert order[0] == order[1]
+    llm.engine.manager.check()
+    assert llm.engine.scheduler.running == llm.engine.scheduler.waiting == 0
+    assert set(llm.engine.manager.held.values()) == {0}
+
+
+def test_predicted_times_add_up(llm, measured):
+    """One request takes the predicted times of its steps; a rate is kept up to the capacity."""
+    alone = LoadRequest(1.5, filler_prompts(1, 40, 90)[0], 5)
+    (found,) = predict_load(llm.engine, llm.decoder.caches, [alone], 1).times.requests
+    prefill = batch_prediction.predict_prefill(llm.engine, [40], 1)
+    step = batch_prediction.predict_step(llm.engine, [42], 1)
+    host = load_prediction._HOST_S + load_prediction._HOST_SEQUENCE_S
+    assert found.queue_s == 0 and found.arrival_s == 1.5
+    assert found.ttft_s == pytest.approx(prefill + host, rel=0.05)
+    assert found.end_s == pytest.approx(found.ttft_s + 4 * (step + host), rel=0.05)
+    whole = predict(llm, "rate=0,prompt=40,output=30,requests=80,parallel=4")
+    capacity = whole.capacity
+    assert whole.times.rates["requests_s"] == pytest.approx(capacity.requests_s, rel=0.1)
+    assert whole.busy_s == pytest.approx(whole.times.wall_s) and capacity.full == "compute"
+    slow = predict(
+        llm, f"rate={capacity.requests_s / 4},prompt=40,output=30,requests=80,parallel=4"
+    )
+    assert slow.times.rates["requests_s"] == pytest.approx(capacity.requests_s / 4, rel=0.3)
+    assert slow.times.percentiles()["ttft_s"]["p50"] < whole.times.percentiles()["ttft_s"]["p50"]
+
+
+def predict(llm, text: str) -> load_prediction.LoadPrediction:
+    return predict_load(llm.engine, llm.decoder.caches, parse_load(text).requests, 1)
+
+
+def test_a_pool_that_is_full_is_predicted(path, measured):
+    """Before any weight is loaded, with the preemptions that it costs."""
+    load = parse_load("rate=0,prompt=60,output=60,requests=12,parallel=8")
+    own = {"context": 128, "device": "cpu", "threads": 1}
+    wide = prediction.dry_run(path, **own, load=load).load
+    narrow = prediction.dry_run(path, **own, load=load, kv_memory=350_000).load
+    assert wide.capacity.full == "compute" and wide.preemptions == 0
+    assert narrow.capacity.full == "KV cache" and narrow.capacity.pool_sequences < 8
+    assert narrow.times.rates["output_tok_s"] < wide.times.rates["output_tok_s"]
+    text = call("plan", str(path), "--load", "rate=5,prompt=9,output=4,requests=3")
+    assert "time to first token, p99, ms" in text and "full at" in text
+    found = json.loads(call("plan", str(path), "--json", "--load", "rate=5,prompt=9,output=4"))
+    assert found["load"]["capacity"]["sequences"] == 16 and len(found["load"]["requests"]) == 100
+
+
+# ------------------------------------------------------------------------------------ over HTTP
+
+
+def test_a_server_is_measured_beside_its_prediction(path, measured, tmp_path):
+    words = ("bench", str(path), "--load", "rate=200,prompt=9,output=2-5,requests=12,parallel=4")
+    with graphllm.load(path, device="cpu", context=128, max_sequences=4) as llm:
+        server = Running(llm, keys=["k"])
+        url = f"http://127.0.0.1:{server.port}"
+        found = json.loads(call(*words, "--url", url, "--api-key", "k", "-o", "json"))
+        refused = CliRunner().invoke(app, [*words, "--url", f"{url}/v1"])
+        lines = call("bench", *words[2:], "--url", f"{url}/v1/", "--api-key", "k").splitlines()
+        file = tmp_path / "long.jsonl"
+        file.write_text(
+            '{"prompt_tokens": 5, "max_tokens": 1}\n{"prompt_tokens": 200, "max_tokens": 1}'
+        )
+        some = call("bench", "--load", str(file), "--url", url, "--api-key", "k")
+        server.stop()
+    assert found["server_model"] == "tiny" and found["failures"] == []
+    load = parse_load(words[3])
+    assert [each["output_tokens"] for each in found["requests"]] == [
+        each.max_tokens for each in load.requests
+    ]
+    assert all(each["prompt_tokens"] == 9 for each in found["requests"])
+    assert all(0 < each["ttft_s"] <= each["end_s"] for each in found["requests"])
+    assert found["predicted"]["steps"] > 0
+    assert "status 401" in str(refused.exception)
+    assert "12 requests, 108 prompt and" in lines[1] and "predicted" not in "".join(lines)
+    assert "request 1: status 400" in some and "1 requests, 5 prompt and 1 output" in some
+
+
+@pytest.mark.parametrize(
+    "answer, words",
+    [
+        (b"data: [1]\n\n", "an event is an error"),
+        (b"data: {\n\n", "an event is not JSON"),
+        (b'data: {"choices": [{"text": "a"}]}\n\n', "the stream was cut off"),
+        (b"data: [DONE]\n\n", "the stream has no token"),
+        (b"x" * 100, "the stream was cut off"),
+    ],
+)
+def test_answers_that_are_no_streams(answer, words):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply(b'{"data": [{"id": "m"}]}')
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.reply(answer)
+
+        def reply(self, body: bytes) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *values: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        result = CliRunner().invoke(app, [*LOAD, "--url", url])
+        server.shutdown()
+        thread.join()
+    assert isinstance(result.exception, RequestError) and words in str(result.exception)
+    for wrong in (url, "localhost", "ftp://a", "http://", "http://a:99999"):
+        assert isinstance(CliRunner().invoke(app, [*LOAD, "--url", wrong]).exception, RequestError)
+
+
+LOAD = ("bench", "--load", "rate=0,prompt=3,output=2,requests=2,parallel=2")

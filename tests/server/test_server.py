@@ -372,7 +372,10 @@ def test_a_request_has_its_bill(server):
     streamed = server.events(CHAT, messages=MESSAGES, max_tokens=6, x_profile=True)
     by_header = server.call(COMPLETE, ask, **{"X-Profile": "1"})[1]
     assert all("x_profile" not in event for event in streamed[:-1])
-    for bill in (found["x_profile"], streamed[-1]["x_profile"], by_header["x_profile"]):
+    other = {"input": "hello", "max_output_tokens": 6, "x_profile": True}
+    response = server.call("/v1/responses", other)[1]
+    for answer in (found, streamed[-1], by_header, response):
+        bill = answer["x_profile"]
         times = {row["name"]: row["ns"] for row in bill["rows"]}
         assert sum(times.values()) == pytest.approx(bill["wall_ns"], rel=0.001)
         assert min(times["http"], times["host"], times["queue"]) > 0
