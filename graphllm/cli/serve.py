@@ -39,7 +39,9 @@ class ObservationOptions:
         Option("--record", help="Append requests and answers to this file; see `graphllm replay`."),
     ] = None
 
-    def recording(self, model: str, options: LoadOptions, llm: object) -> Recording | None:
+    def recording(
+        self, model: str, options: GenerationLoadOptions, llm: object
+    ) -> Recording | None:
         """Begin the recording, if one is asked for.
 
         Args:

@@ -54,7 +54,8 @@ class Account:
         self._at = time.perf_counter_ns()  # up to which the time is charged
         self._last, self._share = -1, 0.0  # number of the last own run, and share of its chunks
         self._preemptions = 0
-        self._computed: dict[ActiveSequence, int] = {}
+        self._computed: dict[ActiveSequence, int] = {}  # where its tokens end
+        self._lost: dict[ActiveSequence, int] = {}  # the same, before the last preemption
 
     def watch(self, delivery: Delivery) -> Delivery:
         """Return a delivery for the generations of the request, the last of which closes it."""
@@ -101,17 +102,18 @@ class Account:
             between = host  # to be divided
             if preemptions > self._preemptions:
                 bill.preemption_ns, between = bill.preemption_ns + host, 0
+                self._lost = dict(self._computed)
             elif self._last < 0 or self._last + 1 != number:
                 bill.queue_ns, between = bill.queue_ns + host, 0
             self._last, self._preemptions, number = number, preemptions, number + 1
             bill.host_ns += between * share
             bill.gaps_ns += gaps * share
             bill.others_ns += (between + gaps) * (1 - share) + busy
-            for sequence, start, stop, _ in (run.chunks[index] for index in indices):
-                before = self._computed.get(sequence, 0)
+            for chunk in (run.chunks[index] for index in indices):
+                sequence, start, stop = chunk[:3]
                 bill.tokens += stop - start
-                bill.recomputed_tokens += max(0, min(stop, before) - start)
-                self._computed[sequence] = max(stop, before)
+                bill.recomputed_tokens += max(0, min(stop, self._lost.get(sequence, 0)) - start)
+                self._computed[sequence] = max(stop, self._computed.get(sequence, 0))
         bill.steps += len(runs)
 
     def finish(self, end: int) -> None:
