@@ -291,6 +291,7 @@ class LLM(TextGenerator):
         prompt: Prompt,
         scopes: str | Iterable[str],
         patch: Mapping[str, Patch] | None = None,
+        target: Sequence[int] | None = None,
     ) -> dict[str, np.ndarray]:
         """Compute a prompt and return the values of modules; optionally replace values.
 
@@ -305,17 +306,21 @@ class LLM(TextGenerator):
             patch: maps a scope or pattern to a function that takes a value (float32 [tokens, ...])
                 and returns its replacement of the same shape and dtype. It is called once per step;
                 later ops read the replacement.
+            target: token ids of an encoder-decoder's target, see `logits`.
 
         Returns:
-            Arrays [T, ...] by scope; the last value of a scope that runs several times; the
+            Arrays [T, ...] by scope, for the tokens of the source in the encoder and for those of
+            the target in the decoder; the last value of a scope that runs several times; the
             replacement of a patched value.
 
         Raises:
             RequestError: unknown scope (the nearest names are listed), or invalid replacement.
         """
-        rules: dict[str, Rule] = {"scopes": texts, "patch": Optional(mapping)}
-        own = check(rules, {"scopes": scopes, "patch": patch})
-        ids = self._ids(prompt, "llm.trace")
+        rules: dict[str, Rule] = {
+            "scopes": texts, "patch": Optional(mapping), "target": Optional(token_ids)
+        }  # fmt: skip
+        own = check(rules, {"scopes": scopes, "patch": patch, "target": target})
+        ids = self._tokens(parse_prompt(prompt, "llm.trace"), own.pop("target"))
         with self.engine.lock.hold("llm.trace"):
             return self._tracer.trace(ids, **own)
 
@@ -331,6 +336,8 @@ class LLM(TextGenerator):
         show: Progress = lambda what, done, total: None,
     ) -> Profile:
         """Profile the prefill of prompts and the decode steps after them, op by op.
+
+        The prefill of an encoder-decoder includes the encoding of its source.
 
         Profiled passes are interleaved with passes without profiling. Several prompts run as one
         batch, and `Profile.requests` divides the time among them. No other request may run
@@ -353,6 +360,6 @@ class LLM(TextGenerator):
         if not found:
             raise RequestError("the prompt is empty")
         several = found if isinstance(found, tuple) else (found,)
-        prompts = [self._ids(each, "llm.profile") for each in several]
+        prompts = [self._tokens(parse_prompt(each, "llm.profile"), None) for each in several]
         with self.engine.lock.hold("llm.profile"):
             return capture.profile(self, prompts, **own)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import wraps
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.checkpoint import Checkpoint, checkpoint_path
-from ..errors import GraphllmError, RequestError
-from ..loading.load import RULES
+from ..errors import GraphllmError
+from ..loading.loaded_encoder import encoder_arguments, task_of
 from .llm import LLM
 
 if TYPE_CHECKING:
@@ -29,10 +29,22 @@ def load(model: str | Path | Checkpoint, **options: Any) -> Any:
     config = None if options.get("model_def") is not None else encoder_config(model)
     if config is None:
         return LLM.load(model, **options)
-    kind = _encoder_class(config)
-    known = signature(kind.load).parameters
-    if foreign := [name for name in options if name in RULES and name not in known]:
-        raise RequestError(f"{foreign[0]} has no meaning for an encoder", foreign[0])
+    from ..checkpoints.hf_directory import read_json
+
+    return _load_encoder(model, read_json(config), config.parent, options)
+
+
+def load_encoder(file: Checkpoint, **options: Any) -> EncoderModel:
+    """Load the encoder of an open file as `load` does."""
+    return _load_encoder(file, file.metadata, file.path, options)
+
+
+def _load_encoder(
+    model: str | Path | Checkpoint, config: Mapping[str, Any], folder: Path,
+    options: Mapping[str, Any],
+) -> EncoderModel:  # fmt: skip
+    kind = _encoder_class(config, folder)
+    encoder_arguments(options, {})
     return kind.load(model, **options)
 
 
@@ -54,16 +66,14 @@ def encoder_config(model: str | Path | Checkpoint) -> Path | None:
         return None  # LLM.load says what is wrong
 
 
-def _encoder_class(config: Path) -> type[EncoderModel]:
-    """Return the class for an encoder's config.json."""
+def _encoder_class(config: Mapping[str, Any], folder: Path) -> type[EncoderModel]:
+    """Return the class for an encoder with this configuration; ``folder``: that of its files."""
     from .. import embedding
-    from ..checkpoints.hf_directory import read_json
-    from ..embedding.encoder_model import task_of
 
     classes = (
         embedding.SequenceClassifier, embedding.TokenClassifier, embedding.MaskedLanguageModel
     )  # fmt: skip
-    task = task_of(read_json(config))
+    task = task_of(config)
     found = next((kind for kind in classes if kind.task == task), embedding.EmbeddingModel)
-    pooled = (config.parent / "modules.json").is_file()
+    pooled = (folder / "modules.json").is_file()
     return embedding.EmbeddingModel if pooled and task == classes[-1].task else found

@@ -15,6 +15,7 @@ from .declarations import Argument, Option
 if TYPE_CHECKING:
     from ..api import LLM
     from ..checkpoints.checkpoint import Checkpoint
+    from ..embedding.encoder_model import EncoderModel
 
 MODEL = (
     "A .gguf file (the first part of a split file), a Hugging Face directory or ORG/NAME, a "
@@ -150,6 +151,23 @@ class PlacementOptions:
             one = {"max_sequences": 1}  # unless the verb asks for more
             loaded = LLM.load(model, progress=show, **one | self.arguments() | more)
         for line in loaded.notes():
+            note(f"note: {line}")
+        return loaded
+
+    def load_encoder(self, file: Checkpoint) -> EncoderModel:
+        """Load an encoder with a progress bar; note ops that missed the device.
+
+        RequestError: an option has no meaning for an encoder.
+        """
+        from ..api.loader import load_encoder
+
+        default = type(self)().arguments()
+        given = {
+            name: value for name, value in self.arguments().items() if value != default.get(name)
+        }
+        with progress_line() as show:
+            loaded = load_encoder(file, progress=show, **given)
+        for line in loaded.misses():
             note(f"note: {line}")
         return loaded
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from ..terminal import note
@@ -34,7 +34,11 @@ def plan(
     ] = "",
     depth: Annotated[
         int,
-        Option("-d", "--n-depth", help="With -b: number of tokens of each prompt."),
+        Option(
+            "-d",
+            "--n-depth",
+            help="With -b: number of tokens of each prompt; of an encoder's texts.",
+        ),
     ] = 512,
     load: Annotated[
         str | None,
@@ -57,14 +61,16 @@ def plan(
 
     graphllm plan demo --load rate=4,prompt=128,output=64
     """
+    from ..loading.load import model_spec
     from ..profiler.prediction import dry_run
     from .number_lists import parse_numbers
 
     room = None if free is None else round(free * 1e9)
     batches = parse_numbers("-b", batch) if batch else []
     wanted = None if load is None else parse_load(load)
-    own = {"max_sequences": 1} | load_options.arguments()
     file = source.open(load_options, data=False)
+    is_encoder = model_spec(file, load_options.model_def).is_encoder
+    own = ({} if is_encoder else {"max_sequences": 1}) | load_options.arguments()
     found = dry_run(file, **own, free=room, batches=batches, depth=depth, load=wanted)
     if as_json:
         show_json(found.as_dict())
@@ -78,9 +84,10 @@ def plan(
 def _lines(found: DryRun) -> Iterator[str]:
     yield f"{found.model}: {found.model_type}"
     threads = f"{found.threads} thread{'s' if found.threads > 1 else ''}"
-    yield f"context {found.context}, KV cache {found.kv_type}, {threads}"
+    cache = f"KV cache {found.kv_type}, " if found.kv_type else ""
+    yield f"context {found.context}, {cache}{threads}"
     yield from found.notes
-    phases = found.prefill, found.token
+    phases = found.phases
     yield ""
     yield from _table(phases)
     for phase in phases:
@@ -141,10 +148,10 @@ def _rate(seconds: float | None, unit: float, tokens: int) -> tuple[str, str]:
     return (f"{seconds * unit:.2f}", f"{tokens / seconds:.1f}") if seconds else ("", "")
 
 
-def _table(phases: tuple[StepPrediction, StepPrediction]) -> Iterator[str]:
-    """Yield a table of step counts by op, with columns for prefill and decode by backend."""
+def _table(phases: Sequence[StepPrediction]) -> Iterator[str]:
+    """Yield a table of step counts by op, with columns for the kinds of steps by backend."""
     columns = [
-        (f"{backend} {'prefill' if phase.tokens > 1 else 'decode'}", phase.ops.get(backend, {}))
+        (f"{backend} {phase.kind}", phase.ops.get(backend, {}))
         for backend in dict.fromkeys(b for phase in phases for b in phase.ops)
         for phase in phases
     ]

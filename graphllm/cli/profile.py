@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from .options import LoadOptions, ModelSource
 from .output import check_writable, show_table, write_file
 
 if TYPE_CHECKING:
-    from ..api import LLM
+    from ..checkpoints.checkpoint import Checkpoint
     from ..profiler.profile import Profile
 
 _PROMPT = "The capital of France is"
@@ -53,7 +54,7 @@ def profile(
         ),
     ] = None,
 ) -> None:
-    """Profile prefill and decode: time, bandwidth and share of the roofline for every op.
+    """Profile prefill and decode, or an encoder: time, bandwidth and share of the roofline.
 
     graphllm profile demo -n 64
 
@@ -66,7 +67,7 @@ def profile(
     Speed: median of passes without profiling. Share: of the wall time of profiled passes.
     Roofline: time at the ceiling that bounds the op (doctor --measure) as a share of its time.
     Headroom: time above that, in ms per token. With -b: a batch of sequences, and the cost of
-    each of them.
+    each of them. Of an encoder, the texts are computed, and nothing is generated.
     """
     from ..profiler.record import GROUP_KEYS
 
@@ -85,20 +86,34 @@ def profile(
         raise RequestError("-b has prompts of its own: give --prompt-tokens, not --prompt")
     if prompt is None and (source.random is not None or batch > 1):
         prompt_tokens = prompt_tokens or 512
-    llm = load_options.load(source.open(load_options), max_sequences=batch)
-    prompts = _prompts(llm, prompt or _PROMPT, prompt_tokens, batch)
-    with progress_line("profiling") as progress:
-        found = llm.profile(prompts, max_tokens, repeat, progress)
+    file = source.open(load_options)
+    prompts = partial(_prompts, prompt or _PROMPT, prompt_tokens, batch)
+    found = _profile(file, load_options, prompts, batch, max_tokens, repeat)
     show_table(found.table(by, top, sys.stdout.isatty()))
     for path, write in writers:
         write_file(path, write(found))
 
 
-def _prompts(llm: LLM, prompt: str, tokens: int, batch: int) -> list[str | list[int]]:
+def _profile(
+    file: Checkpoint, options: LoadOptions, prompts: Callable[[int], list[Any]], batch: int,
+    max_tokens: int, repeat: int,
+) -> Profile:  # fmt: skip
+    """Load and profile a model; ``prompts``: returns the prompts for the size of a vocabulary."""
+    from ..loading.load import model_spec
+
+    if model_spec(file, options.model_def).is_encoder:
+        with options.load_encoder(file) as encoder, progress_line("profiling") as progress:
+            return encoder.profile(prompts(encoder.encoder.cfg.vocab), repeat, progress)
+    llm = options.load(file, max_sequences=batch)
+    with progress_line("profiling") as progress:
+        return llm.profile(prompts(llm.decoder.cfg.vocab), max_tokens, repeat, progress)
+
+
+def _prompts(prompt: str, tokens: int, batch: int, vocab: int) -> list[Any]:
     """Return the prompt, or ``batch`` prompts of arbitrary tokens without a common prefix."""
     from ..profiler.bench import filler_prompts
 
-    return list(filler_prompts(batch, tokens, llm.decoder.cfg.vocab)) if tokens else [prompt]
+    return list(filler_prompts(batch, tokens, vocab)) if tokens else [prompt]
 
 
 def _writer(path: Path) -> Callable[[Profile], str]:

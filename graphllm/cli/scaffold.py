@@ -24,11 +24,19 @@ _COMMENTS = {
     "other than its default in one of them. model_type selects the class of transformers to "
     "compare with; for an architecture of your own remove it, and write a function "
     "oracle(config, weights, ids).",
-    "config": "Configuration of the decoder (graphllm.model.config) from the keys of config.json.",
-    "Model": "The graph, built by the methods of Decoder (graphllm/model/decoder.py): embed, "
-    "layer, attn, qkv, rope, attend, mlp, head. Override the methods that differ in your model.",
+    "config": "Configuration of the model (graphllm.model.config) from the keys of config.json.",
 }
-_MODEL = '''class Model(Decoder):
+# Comment above the model, by its base class.
+_MODELS = {
+    "Decoder": "The graph, built by the methods of Decoder (graphllm/model/decoder.py): embed, "
+    "layer, attn, qkv, rope, attend, mlp, head. Override the methods that differ in your model.",
+    "Encoder": "The graph, built by the methods of Encoder (graphllm/model/encoder.py): embed, "
+    "layer, attn, qkv, feed_forward, head. Override the methods that differ in your model.",
+    "EncoderDecoder": "The graph, built by the methods of EncoderDecoder "
+    "(graphllm/model/encoder_decoder.py): embed, layer, attn, cross_attn, mlp, head, and by an "
+    "Encoder, self.encoder. Override the methods that differ in your model.",
+}
+_MODEL = '''class Model({base}):
     def layer(self, x, i, batch):
         """Block i: x [T, dim] -> [T, dim]."""
         return super().layer(x, i, batch)
@@ -54,9 +62,6 @@ def write_model_file(
             cannot be written.
     """
     families = {family.name: family for family in models.specs()}
-    if like in families:
-        families[like].check_decoder("--like")
-    known = sorted(name for name, family in families.items() if family.is_decoder)
     if not name.isidentifier() or keyword.iskeyword(name):
         raise RequestError(
             f"{name!r} cannot be a model file's name: "
@@ -64,8 +69,9 @@ def write_model_file(
         )
     if name in families:
         raise RequestError(f"{name} is a built-in model family; choose another name")
-    if like not in known:
-        raise RequestError(f"--like {like}: no such family; known: {', '.join(known)}")
+    if like not in families:
+        known = ", ".join(sorted(families))
+        raise RequestError(f"--like {like}: no such family; known: {known}")
     path = folder / f"{name}.py"
     exists = path.exists()
     if exists and not force:
@@ -87,8 +93,10 @@ def model_file_text(name: str, like: str) -> str:
     code = re.sub(r"^from \.(?=\w)", f"from {models.__name__}.", code, flags=re.M)
     code = re.sub(r"^from \.(?= )", f"from {models.__name__}", code, flags=re.M)
     code = _typed(code, like)
-    code = re.sub(r"^Model = Decoder\n", f"\n\n{_MODEL}\n\n", code, flags=re.M)
-    for what, comment in _COMMENTS.items():
+    base = next(c.__name__ for c in module.Model.__mro__ if c.__name__ in _MODELS)
+    model = _MODEL.format(base=base)
+    code = re.sub(rf"^Model = {base}\n", f"\n\n{model}\n\n", code, flags=re.M)
+    for what, comment in {**_COMMENTS, "Model": _MODELS[base]}.items():
         lines = "".join(f"# {line}\n" for line in textwrap.wrap(comment, 97))
         code = re.sub(rf"^(?={what} = |(def|class) {what}\()", lines, code, count=1, flags=re.M)
     return code

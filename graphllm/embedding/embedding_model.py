@@ -95,13 +95,21 @@ class EmbeddingModel(EncoderModel):
         encoded = [self.encode(before + text) for text in checked_texts(texts)]
 
         def vector(index: int, hidden: np.ndarray) -> np.ndarray:
-            vector = pool(hidden, names)
-            for layer in self.settings.dense:
-                vector = layer(vector)
-            return _normalize(vector[:width]) if normalize else vector[:width]
+            vector = self._vector(hidden, names)[:width]
+            return _normalize(vector) if normalize else vector
 
         vectors = self._map(vector, self._truncated(encoded, truncate), progress=progress)
         return np.stack(vectors) if vectors else np.zeros((0, width), np.float32)
+
+    def _vector(self, hidden: np.ndarray, pooling: Sequence[str]) -> np.ndarray:
+        """Return the vector of a text with hidden states [tokens, dim], not normalised."""
+        vector = pool(hidden, pooling)
+        for layer in self.settings.dense:
+            vector = layer(vector)
+        return vector
+
+    def _head_rows(self, hidden: np.ndarray) -> np.ndarray:
+        return normalize(self._vector(hidden, self.settings.pooling))[None]
 
     def _width(self, pooling: Sequence[str], wanted: int | None) -> int:
         """Return the number of columns of the embeddings with a pooling. RequestError."""

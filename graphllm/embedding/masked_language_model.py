@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arguments import Integer, check
+from ..engine.encoder_engine import HEAD_ROWS
 from ..errors import ModelFileError, RequestError
 from ..model.encoder_config import MASKED_LM
-from .encoder_model import HEAD_ROWS, TRUNCATE, EncoderModel, checked_texts
+from .encoder_model import TRUNCATE, EncoderModel, checked_texts
 from .labels import softmax
 
 
@@ -88,5 +89,7 @@ class MaskedLanguageModel(EncoderModel):
 
 
 def _best(scores: np.ndarray, count: int) -> list[int]:
-    """Return the indices of the largest scores, the largest first."""
-    return [int(i) for i in np.argsort(-scores, kind="stable")[:count]]
+    """Return the indices of the largest scores, the largest first; of equal ones the first."""
+    count = min(count, len(scores))
+    found = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
+    return [int(i) for i in found[np.argsort(-scores[found], kind="stable")][:count]]

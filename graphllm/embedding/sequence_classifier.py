@@ -136,10 +136,13 @@ class SequenceClassifier(EncoderModel):
     ) -> np.ndarray:
         """Return the logits [n, labels]."""
         sequences, types = self._joined(texts, truncate)
+        rows = self._map(lambda i, x: self._head_rows(x), sequences, types, progress)
+        return self._logits(np.concatenate([np.zeros((0, self.encoder.cfg.dim)), *rows]))
+
+    def _head_rows(self, hidden: np.ndarray) -> np.ndarray:
         head = self.encoder.cfg.head
         assert head is not None
-        rows = self._map(lambda i, x: pool(x, (head.pooling,)), sequences, types, progress)
-        return self._logits(np.stack(rows) if rows else np.zeros((0, self.encoder.cfg.dim)))
+        return pool(hidden, (head.pooling,))[None]
 
     def _joined(
         self, texts: Sequence[str | Pair], truncate: bool

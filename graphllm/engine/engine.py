@@ -112,6 +112,10 @@ class Engine:
         """Return the prefill plan and the decode plan of one sequence."""
         return [self.plan(["ids"], self.limits.tokens), self.decode_plan()]
 
+    def source_plans(self) -> list[Plan]:
+        """Return the plan that encodes one source, if the model is an encoder-decoder."""
+        return [self._runner.encode_plan()] if self._runner.encodes else []
+
     def all_plans(self) -> list[Plan]:
         """Return the plans of one sequence, and those that need more memory than any other."""
         return [*self.generation_plans(), *self._runner.largest_plans()]
@@ -392,8 +396,3 @@ class Engine:
         self.settle()
         self.batcher.make_room()
         self.manager.clear()
-
-    @property
-    def logits_outputs(self) -> list[str]:
-        """Names of the outputs of a step without sampling: the logits and the KV pools."""
-        return self._runner.logits_outputs

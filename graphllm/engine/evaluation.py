@@ -10,6 +10,7 @@ from ..compiler.plan import Plan
 from ..errors import RequestError
 from ..model.batch import source_length
 from .forward_feeds import Feeds, Span, forward_feeds
+from .program import Program
 from .runner import Runner
 
 
@@ -82,11 +83,28 @@ class Evaluation:
     ) -> dict[str, np.ndarray]:
         return self._runner.executor.run(plan, *self._feeds(tokens, rows), fetch=fetch)
 
+    @property
+    def whole(self) -> int:
+        """Number of first tokens that one step must compute: those of a bidirectional prefix."""
+        return self._prefix
+
     def encode(self, source: Sequence[int]) -> None:
         """Append a source, whose tokens have no logits."""
-        self._feeds(source, np.zeros(1))  # reserves its blocks
-        self._runner.encode([Span(source, 0, self._prefix, self._blocks)])
+        self._runner.encode([self._source(source)])
         self._append(source)
+
+    def append_source(
+        self, plan: Plan, source: Sequence[int], fetch: Collection[str]
+    ) -> dict[str, np.ndarray]:
+        """Append a source by a plan that encodes it, and return the outputs ``fetch``."""
+        feeds, env = self._runner.encode_feeds([self._source(source)])
+        out = self._runner.executor.run(plan, feeds, env, fetch=fetch)
+        self._append(source)
+        return out
+
+    def _source(self, source: Sequence[int]) -> Span:
+        self._feeds(source, np.zeros(1))  # reserves its blocks
+        return Span(source, 0, self._prefix, self._blocks)
 
     def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
         """Yield logits [rows, vocab] of successive chunks of ``tokens``, or of the last token.
@@ -124,20 +142,24 @@ class Evaluation:
         self._append(tokens)
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
-    def single_step(
-        self, tokens: Sequence[int]
-    ) -> tuple[dict[str, tuple[int, int]], Feeds, dict[str, int]]:
-        """Prepare one step that computes all of ``tokens`` and their logits, without running it.
+    def programs(self, tokens: Sequence[int]) -> Iterator[Program]:
+        """Yield the programs that compute all of ``tokens`` and the logits; none is run.
 
-        Returns:
-            The bounds to compile the step for, its feeds, and the values of its Vars.
+        The second program of an encoder-decoder reads the KV pools that the first one has written.
 
         Raises:
             RequestError: ``tokens`` does not fit one step.
         """
-        count, most = len(tokens), min(self._runner.limits.tokens, self._rows)
+        if at := source_length(tokens):
+            feeds, env = self._runner.encode_feeds([self._source(tokens[:at])])
+            bounds = {"T": (1, at), "Q": (2, 2)}
+            yield Program(self._runner.encoded, bounds, feeds, env | {"T": at, "Q": 2})
+            self._append(tokens[:at])
+        runner, rest = self._runner, tokens[at:]
+        count, most = len(rest), min(runner.limits.tokens, self._rows)
         if count > most:
             raise RequestError(f"{count} tokens: one step takes 1 to {most}")
         bounds = {"T": (1, count), "S": (1, 1), "Q": (2, 2), "N": (1, count)}
-        feeds, env = self._feeds(tokens, np.arange(count))
-        return bounds, feeds, env | {"T": count, "S": 1, "Q": 2, "N": count}
+        feeds, env = self._feeds(rest, np.arange(count))
+        outputs = {name: runner.outputs[name] for name in runner.logits_outputs}
+        yield Program(outputs, bounds, feeds, env | {"T": count, "S": 1, "Q": 2, "N": count})

@@ -37,7 +37,9 @@ class Span(NamedTuple):
 def forward_feeds(
     manager: BlockManager, spans: Sequence[Span], rows: np.ndarray | None = None
 ) -> tuple[Feeds, dict[str, int]]:
-    """Return the feeds of `forward_variables`, and the number of (query, key) pairs, ``kv_sum``.
+    """Return the feeds of `forward_variables`, and the numbers of (query, key) pairs.
+
+    These are ``kv_sum``, all of them, and ``prefix_sum``, those whose key is in a prefix.
 
     Args:
         manager: blocks of the KV cache.
@@ -61,7 +63,8 @@ def forward_feeds(
     for name in manager.pools:
         table = feeds[f"table.{name}"] = np.stack([span.blocks.tables[name] for span in spans])
         feeds[f"slot.{name}"] = table[sequence, pos // block] * block + pos % block
-    return feeds, {"kv_sum": sum(map(kv_pairs, starts.tolist(), counts.tolist()))}
+    pairs = sum(map(kv_pairs, starts.tolist(), counts.tolist()))
+    return feeds, {"kv_sum": pairs, "prefix_sum": int(counts @ feeds["prefix_len"])}
 
 
 def kv_pairs(start: int, count: int) -> int:

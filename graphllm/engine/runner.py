@@ -71,7 +71,7 @@ class Runner:
         vocab = outputs["logits"].meta.inner[0]
         self._fed_rows = fed_rows(limits, vocab)
         self._masks = np.empty((limits.step_sequences, mask_words(vocab)), np.int32)
-        self._encoded = {n: node for n, node in outputs.items() if n.startswith(ENCODED)}
+        self.encoded = {n: node for n, node in outputs.items() if n.startswith(ENCODED)}
         self._loop: _Loop | None = None
         self._advanced: list[Row] = []  # rows whose next step needs no feeds
         self._settings: list[Mapping[str, np.ndarray]] = []  # of the rows that were fed last
@@ -101,12 +101,12 @@ class Runner:
     @property
     def encodes(self) -> bool:
         """Whether the model is an encoder-decoder."""
-        return bool(self._encoded)
+        return bool(self.encoded)
 
     def encode_plan(self, sequences: int = 1) -> Plan:
         """Return the plan that encodes the sources of at most this many sequences."""
         bounds = {"T": (1, self.limits.tokens), "Q": (2, sequences + 1)}
-        return self.executor.compile(self._encoded, bounds)
+        return self.executor.compile(self.encoded, bounds)
 
     def _fed_plan(self, names: Rows[str], rows: int) -> Plan:
         """Return the plan that samples from at most ``rows`` rows that the host has changed."""
@@ -129,7 +129,7 @@ class Runner:
             recorder: recorder of the step.
         """
         self.reset()
-        chunks, rows = self._encode_sources(chunks, rows)
+        chunks, rows = self._encode_sources(chunks, rows, recorder)
         if not chunks:
             return _NOTHING
         size, sampling = self.bucket(len(chunks)), sum(chunk.samples for chunk in chunks)
@@ -165,30 +165,39 @@ class Runner:
         return result
 
     def _encode_sources(
-        self, chunks: Rows[Chunk], rows: list[Row]
+        self, chunks: Rows[Chunk], rows: list[Row], recorder: StepRecorder | None
     ) -> tuple[list[Chunk], list[Row]]:
         """Encode the sources in ``chunks``; return the chunks of targets, and their rows."""
-        sources = [
-            Span(c.sequence.tokens[: c.sequence.prefix], 0, c.sequence.prefix, row.blocks)
-            for c, row in zip(chunks, rows)
-            if c.start < c.sequence.prefix
-        ]
+        sources = [(c, row) for c, row in zip(chunks, rows) if c.start < c.sequence.prefix]
         if not self.encodes or not sources:
             return [*chunks], rows
-        self.encode(sources)
+        parts = [Chunk(c.sequence, 0, c.sequence.prefix, False) for c, _ in sources]
+        if recorder is not None:
+            recorder.begin_step(parts)
+        self.encode(
+            [
+                Span(part.sequence.tokens[: part.stop], 0, part.stop, row.blocks)
+                for part, (_, row) in zip(parts, sources)
+            ],
+            recorder,
+        )
         targets = [
             chunk._replace(start=max(chunk.start, chunk.sequence.prefix)) for chunk in chunks
         ]
         left = [(c, row) for c, row in zip(targets, rows) if c.start < c.stop]
         return [chunk for chunk, _ in left], [row for _, row in left]
 
-    def encode(self, sources: Rows[Span]) -> None:
+    def encode(self, sources: Rows[Span], recorder: StepRecorder | None = None) -> None:
         """Compute the sources of encoder-decoders, whose keys and values the targets attend to."""
+        feeds, env = self.encode_feeds(sources)
+        plan = self.encode_plan(self.bucket(len(sources)))
+        self.executor.run(plan, feeds, env, recorder, fetch=())
+
+    def encode_feeds(self, sources: Rows[Span]) -> tuple[Feeds, dict[str, int]]:
+        """Return the feeds of a step over sources, and the number of its (query, key) pairs."""
         spans = [span._replace(tokens=source_tokens(span.tokens)) for span in sources]
         feeds, _ = forward_feeds(self.manager, spans)
-        pairs = sum(len(span.tokens) ** 2 for span in spans)
-        plan = self.encode_plan(self.bucket(len(spans)))
-        self.executor.run(plan, feeds, {"kv_sum": pairs}, fetch=())
+        return feeds, {"kv_sum": sum(len(span.tokens) ** 2 for span in spans)}
 
     def _process(self, found: Mapping[str, np.ndarray], rows: Rows[Row]) -> StepResult:
         """Apply the logits processors of ``rows``, and sample.
@@ -305,9 +314,10 @@ class Runner:
         feeds["q_start"] = _query_starts(chunks)
         env = {"T": count, "S": count, "Q": count + 1, "N": count}
         lengths: list[int] = []
+        prefix = sum(row.sequence.prefix for row in rows)
         steps = self.executor.decode_loop(
             plan, feeds, env, outputs[0], recorder,
-            lambda: {"kv_sum": sum(lengths)}, others=outputs[1:],
+            lambda: {"kv_sum": sum(lengths), "prefix_sum": prefix}, others=outputs[1:],
         )  # fmt: skip
         return _Loop(rows, outputs, recorder, steps, lengths)
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..compiler.placement import Tap, matches
 from ..compiler.plan import Plan
 from ..errors import RequestError
+from ..graph.rewrite import toposort
 from ..graph.tensor import Tensor, Var
-from .engine import Engine
+from ..model.batch import ENCODED, source_length
+from ..runtime.executor import Executor
 
 MAX_STEP_BYTES = 256 << 20  # upper bound of the values that one step returns
 SUGGESTIONS = 3  # nearest names in the error for an unknown scope
@@ -45,33 +49,75 @@ def _describe(value: object) -> str:
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
+class _Evaluation(Protocol):
+    """Computes one sequence; made by an engine of a decoder or of an encoder."""
+
+    @property
+    def whole(self) -> int: ...
+    def append(
+        self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]
+    ) -> dict[str, np.ndarray]: ...
+
+
+class _Limits(Protocol):
+    @property
+    def tokens(self) -> int: ...
+
+
+class _Engine(Protocol):
+    """What the `Tracer` needs of an engine."""
+
+    executor: Executor
+    outputs: dict[str, Tensor]
+    scope_values: dict[str, Tensor]
+
+    @property
+    def limits(self) -> _Limits: ...
+    def evaluation(self, tokens: Sequence[int]) -> AbstractContextManager[Any]: ...
+
+
 @dataclass(frozen=True)
 class _TracePlan:
-    """A plan that returns the values of the scopes ``wanted`` and applies patches."""
+    """Plans that return the values of the scopes ``wanted`` and apply patches.
+
+    Attributes:
+        source: the plan that encodes the source of an encoder-decoder; None for other models, and
+            if no scope of the encoder is wanted or patched.
+        plan: the plan of the forward pass; None if all scopes are in the encoder.
+        source_rows: maximum number of tokens of a source.
+        rows: maximum number of tokens of a step of the forward pass.
+    """
 
     wanted: tuple[str, ...]
     calls: dict[str, _PatchCall]
-    plan: Plan
-    rows: int  # maximum number of tokens of a step
+    source: Plan | None
+    plan: Plan | None
+    source_rows: int
+    rows: int
 
-    def fits(self, wanted: Sequence[str], patches: Mapping[str, Patch]) -> bool:
-        return self.wanted == tuple(wanted) and self.calls.keys() == patches.keys()
+    def fits(
+        self, wanted: Sequence[str], patches: Mapping[str, Patch], source: int, whole: int
+    ) -> bool:
+        asked = self.wanted == tuple(wanted) and self.calls.keys() == patches.keys()
+        return asked and source <= self.source_rows and whole <= self.rows
 
 
 class Tracer:
     """Compute the values of scopes for a prompt.
 
-    The last plan is kept, so that further prompts with the same scopes and patches reuse it.
+    The last plans are kept, so that further prompts with the same scopes and patches reuse them.
 
     Args:
         engine: the engine that computes the prompt.
         values: nodes of the engine's graph by name; the values of its scopes by default.
     """
 
-    def __init__(self, engine: Engine, values: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, engine: _Engine, values: Mapping[str, Tensor] | None = None) -> None:
         self._engine = engine
         self._values = engine.scope_values if values is None else values
         self._last: _TracePlan | None = None
+        self._pools = {n: node for n, node in engine.outputs.items() if n.startswith(ENCODED)}
+        self._encoder = set(toposort(self._pools.values()))
 
     def trace(
         self,
@@ -86,16 +132,17 @@ class Tracer:
             raise RequestError("scopes is empty: nothing is asked for")
         matched = {scope for pattern in patterns for scope in matching_scopes(pattern, known)}
         patches = _resolve_patches(patch or {}, known)
-        traced = self._traced([scope for scope in known if scope in matched], patches)
+        wanted = [scope for scope in known if scope in matched]
+        steps: list[dict[str, np.ndarray]] = []
         try:
-            for scope, call in traced.calls.items():
-                call.function = patches[scope]
-            steps = list(self._steps(traced, tokens))
+            for step in self._steps(tokens, wanted, patches):
+                steps.append(step)
         finally:
-            for call in traced.calls.values():
+            for call in self._last.calls.values() if self._last else ():
                 call.function = None  # a closure may keep large objects alive
         return {
-            name: _join_steps([s.pop(name) for s in steps], known[name]) for name in traced.wanted
+            name: _join_steps([s.pop(name) for s in steps if name in s], known[name])
+            for name in wanted
         }
 
     def steps(self, tokens: Sequence[int]) -> Generator[dict[str, np.ndarray], None, None]:
@@ -103,34 +150,65 @@ class Tracer:
 
         A step has as many tokens as `MAX_STEP_BYTES` of values allow.
         """
-        return self._steps(self._traced(list(self._values), {}), tokens)
+        return self._steps(tokens, list(self._values), {})
 
     def _steps(
-        self, traced: _TracePlan, tokens: Sequence[int]
+        self, tokens: Sequence[int], wanted: Sequence[str], patches: Mapping[str, Patch]
     ) -> Generator[dict[str, np.ndarray], None, None]:
         """Compute ``tokens`` step by step; yield the values of each step."""
+        at = source_length(tokens)
         with self._engine.evaluation(tokens) as evaluation:
-            for at in range(0, len(tokens), traced.rows):
-                piece = tokens[at : at + traced.rows]
-                rows = np.arange(len(piece))
-                yield evaluation.append(traced.plan, piece, rows, traced.wanted)
+            traced = self._traced(wanted, patches, at, 0 if at else evaluation.whole)
+            for scope, call in traced.calls.items():
+                call.function = patches[scope]
+            if at and traced.source is not None:
+                names = traced.source.outputs.keys() & set(wanted)
+                yield evaluation.append_source(traced.source, tokens[:at], names)
+            elif at:
+                evaluation.encode(tokens[:at])
+            if traced.plan is None:
+                return
+            names = traced.plan.outputs.keys() & set(wanted)
+            for first in range(at, len(tokens), traced.rows):
+                piece = tokens[first : first + traced.rows]
+                yield evaluation.append(traced.plan, piece, np.arange(len(piece)), names)
 
-    def _traced(self, wanted: Sequence[str], patches: Mapping[str, Patch]) -> _TracePlan:
-        """Return the plan for these scopes and patches: the last one, or a new one."""
-        if self._last is None or not self._last.fits(wanted, patches):
+    def _traced(
+        self, wanted: Sequence[str], patches: Mapping[str, Patch], source: int, whole: int
+    ) -> _TracePlan:
+        """Return the plans for these scopes and patches: the last ones, or new ones.
+
+        Args:
+            wanted: scopes to return.
+            patches: replacements by scope.
+            source: number of tokens of the source.
+            whole: number of tokens that a step of the forward pass must be able to compute.
+        """
+        if self._last is None or not self._last.fits(wanted, patches, source, whole):
             engine = self._engine
-            self._last = None  # free its plan before another is compiled
+            self._last = None  # free its plans before others are compiled
             calls = {scope: _PatchCall(scope) for scope in patches}
             taps = [
                 Tap(scope, node, calls.get(scope))
                 for scope, node in self._values.items()
                 if scope in wanted or scope in calls
             ]
-            rows = max(1, min(engine.limits.tokens, MAX_STEP_BYTES // _row_bytes(taps)))
-            bounds = {"T": (1, rows), "S": (1, 1), "Q": (2, 2), "N": (1, rows)}
-            plan = engine.executor.tap(taps, bounds)
-            self._last = _TracePlan(tuple(wanted), calls, plan, rows)
+            encoder = [tap for tap in taps if tap.node in self._encoder]
+            own = [tap for tap in taps if tap.node not in self._encoder]
+            most = min(engine.limits.tokens, MAX_STEP_BYTES // max(1, _row_bytes(own)))
+            most = max(1, whole, most)
+            bounds = {"T": (1, most), "S": (1, 1), "Q": (2, 2), "N": (1, most)}
+            self._last = _TracePlan(
+                tuple(wanted), calls, self._source_plan(encoder, source) if encoder else None,
+                engine.executor.tap(own, bounds) if own else None, source, most,
+            )  # fmt: skip
         return self._last
+
+    def _source_plan(self, taps: Sequence[Tap], tokens: int) -> Plan:
+        """Return the plan that encodes a source of at most ``tokens``, with outputs ``taps``."""
+        pools = [Tap(name, node) for name, node in self._pools.items()]
+        bounds = {"T": (1, tokens), "Q": (2, 2)}
+        return self._engine.executor.tap([*taps, *pools], bounds)
 
 
 def _row_bytes(taps: Iterable[Tap]) -> int:

@@ -124,7 +124,7 @@ def build_decoder(
         RequestError: the model is an encoder.
     """
     spec = model_spec(file, model_def)
-    spec.check_decoder(file.path, with_encoder=True)
+    spec.check_decoder(file.path)
     found = build_model(file, spec, kind, backends, options)
     assert isinstance(found, Decoder)
     return found

@@ -278,11 +278,10 @@ class LoadedModel:
     def misses(self) -> list[str]:
         """Return one line for each op that missed the first backend, with the reason, and one for
         each pair of memories that a decode step copies between."""
-        runner, plans = self.engine.batcher.runner, {"token": self.engine.decode_plan()}
-        if runner.encodes:
-            plans["source"] = runner.encode_plan()
+        plans = [("token", self.engine.decode_plan())]
+        plans += [("source", plan) for plan in self.engine.source_plans()]
         lines = []
-        for what, plan in plans.items():
+        for what, plan in plans:
             lines += [
                 f"{op} ran on {backend} ({count} steps per {what}): {why}"
                 for (op, backend, why), count in plan.misses().items()

@@ -66,6 +66,13 @@ class Seq2Seq:
     def _error(self, name: str, value: Any, wanted: str) -> ConfigError:
         return ConfigError(f"{self._path}: {name} = {quote(value)} is not {wanted}")
 
+    def check_targets(self, lengths: Sequence[int]) -> None:
+        """Raise RequestError if the decoder has no positions for targets of these lengths."""
+        if max(lengths) > self.max_target:
+            raise RequestError(
+                f"targets of {max(lengths)} tokens exceed the decoder's {self.max_target} positions"
+            )
+
     def request(
         self,
         prompt: str | Sequence[int],

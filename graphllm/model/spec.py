@@ -145,15 +145,8 @@ class ModelSpec:
         """Whether the model is a decoder only."""
         return self.model.kind == "decoder"
 
-    def check_decoder(self, where: object, with_encoder: bool = False) -> None:
-        """Raise RequestError, which begins with ``where``, unless the model is a decoder.
-
-        ``with_encoder``: whether an encoder-decoder is one, too.
-        """
-        if not with_encoder and self.is_encoder_decoder:
-            raise RequestError(
-                f"{where}: {self.name} is an encoder-decoder, but only decoders are supported here"
-            )
+    def check_decoder(self, where: object) -> None:
+        """Raise RequestError, which begins with ``where``, if the model is an encoder only."""
         if self.is_encoder:
             raise RequestError(
                 f"{where}: {self.name} is an encoder, but this needs a decoder; encoders run with "

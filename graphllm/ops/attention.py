@@ -73,9 +73,13 @@ def _infer(
 
 def _cost(
     out: Meta, q: Meta, k: Meta, v: Meta, q_start: Meta, kv_len: Meta, table: Meta,
-    *rest: Meta | None, env: Env, block: int, window: int, **_: Any,
+    *rest: Meta | None, env: Env, block: int, window: int, causal: bool, skip_prefix: bool,
+    **_: Any,
 ) -> Cost:  # fmt: skip
     """Cost from ``env["kv_sum"]``: number of keys at or before each query, summed over queries.
+
+    Of these, ``env["prefix_sum"]`` are in the prefix of the query's sequence: the only ones of
+    cross-attention (not ``causal``), and none with ``skip_prefix``.
 
     Without it, a step with one token per sequence is assumed to have a full table, and a longer one
     to be a prompt from its first token. Keys are read once per sequence, whatever the number of
@@ -85,8 +89,13 @@ def _cost(
     each = tokens / sequences
     assumed = tokens * (table.dims[1] * block if each <= 1 else (each + 1) / 2)
     visible: float = env.get("kv_sum", assumed)
-    start = max(0, visible / tokens - (each + 1) / 2) if tokens else 0  # cached tokens before
-    pairs, keys = _visible_pairs(start, each, window)
+    prefix: float = env.get("prefix_sum", 0)
+    if prefix and tokens and not causal:
+        pairs, keys = prefix / sequences, prefix / tokens
+    else:
+        visible -= prefix if skip_prefix else 0
+        start = max(0, visible / tokens - (each + 1) / 2) if tokens else 0  # cached tokens before
+        pairs, keys = _visible_pairs(start, each, window)
     pools = (k, v) if v.contiguous else (k,)  # otherwise v is a slice of k
     row = sum(map(row_nbytes, pools))
     small = sum(m.nbytes for m in (q_start, kv_len, table, *rest) if m is not None)

@@ -290,22 +290,34 @@ def leaf_bytes(node: Tensor, env: Mapping[str, int]) -> float:
 
 def describe(llm: LoadedModel, threads: int) -> dict[str, Any]:
     """Return machine, model and settings under llama-bench's keys."""
-    file, kind = llm.file, llm.limits.kv_dtype
+    kind = llm.limits.kv_dtype
     return {
         "version": __version__,
         "cpu_info": cpu_name(),
         "backends": ",".join(llm.placement()),
-        "model_filename": str(file.path),
-        "model_type": model_type(file, llm.decoder.weights),
-        "model_size": sum(meta.nbytes for meta in _weight_metas(llm.decoder.weights)),
-        "model_n_params": parameters(llm.decoder.weights),
+        **describe_model(llm.file, llm.decoder.weights),
         "n_batch": llm.limits.tokens,
         "n_ubatch": llm.limits.tokens,
         "n_threads": threads,
-        "n_gpu_layers": llm.gpu_offload.layers + llm.gpu_offload.output if llm.gpu_offload else 0,
+        "n_gpu_layers": offloaded_layers(llm),
         "type_k": kind,
         "type_v": kind,
     }
+
+
+def describe_model(file: Checkpoint, weights: Weights) -> dict[str, Any]:
+    """Return the keys of `describe` on a model file."""
+    return {
+        "model_filename": str(file.path),
+        "model_type": model_type(file, weights),
+        "model_size": sum(meta.nbytes for meta in _weight_metas(weights)),
+        "model_n_params": parameters(weights),
+    }
+
+
+def offloaded_layers(llm: LoadedModel) -> int:
+    """Return the number of layers on a device with its own memory, the output counted as one."""
+    return llm.gpu_offload.layers + llm.gpu_offload.output if llm.gpu_offload else 0
 
 
 def _weight_metas(weights: Weights) -> list[Meta]:

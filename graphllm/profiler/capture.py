@@ -5,30 +5,34 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..compiler.plan import HOST
 from ..engine.request import Sampling
 from ..errors import RequestError
+from ..loading.loaded_encoder import LoadedEncoder
+from ..loading.loaded_model import LoadedModel
+from ..model.batch import source_length
 from ..system_info import OtherProcesses
 from ..version import __version__
 from . import roofline
 from .accounting import Pass, runs_of
 from .batch_limits import check_batch
-from .bench import describe
+from .bench import describe_model, offloaded_layers
 from .engine_requests import run_step, submit_all
 from .profile import Phase, Profile, Roofline
 from .record import Recorder
 
 if TYPE_CHECKING:
     from ..engine.sequence import ActiveSequence
-    from ..loading.loaded_model import LoadedModel
 
 Show = Callable[[str, int, int], None]  # what, done, total
-Recorders = tuple[Recorder, Recorder]  # of prefill, and of decode
+Recorders = Sequence[Recorder]  # of each phase
+_Model = LoadedModel | LoadedEncoder
 _Window = tuple[int, int]  # begin and end in nanoseconds
 
 
@@ -43,7 +47,7 @@ def profile(
 
     Args:
         llm: the model; its cache is cleared.
-        prompts: token ids of each request.
+        prompts: checked tokens of each request; of an encoder-decoder source and target.
         decode: number of decode steps of all requests in each pass.
         repeat: number of passes.
         show: progress callback.
@@ -56,30 +60,80 @@ def profile(
         raise RequestError(f"decode = {decode} must be at least 0, repeat = {repeat} at least 1")
     own = decode + _decoded_meanwhile(llm.limits.tokens, prompts)
     check_batch(llm.decoder.caches, llm.limits, [(len(ids), own) for ids in prompts])
-    for ids in prompts:
-        llm.check_ids(ids)
+    if llm.seq2seq is not None:
+        llm.seq2seq.check_targets([len(ids) - source_length(ids) + own for ids in prompts])
     llm.engine.prepare()
-    recorders = Recorder(), Recorder()
+    # CUDA graphs are captured in the second run of each kind.
+    warm_up = partial(_run_pass, llm, prompts, min(decode, 3))
+    run = partial(_run_pass, llm, prompts, decode)
+    settings = {"prompt_tokens": sum(map(len, prompts)), "decode_tokens": decode}
+    about = describe_run(llm, settings | {"sequences": len(prompts), "repeat": repeat})
+    return _capture(llm, ("prefill", "decode"), run, warm_up, repeat, show, about)
+
+
+def profile_encoder(
+    model: LoadedEncoder, work: Callable[[], None], lengths: Sequence[int], repeat: int, show: Show
+) -> Profile:
+    """Profile an encoder. Passes are as in `profile`; the only phase is ``encode``.
+
+    Args:
+        model: the encoder.
+        work: what a pass computes.
+        lengths: tokens of each sequence that it computes.
+        repeat: number of passes.
+        show: progress callback.
+    """
+    tokens = sum(lengths)
+
+    def run(recorders: Recorders | None) -> _PassTimes:
+        model.engine.recorder = recorders[0] if recorders else None
+        try:
+            start = time.perf_counter_ns()
+            work()
+            return _PassTimes(((start, time.perf_counter_ns()),), (tokens,))
+        finally:
+            model.engine.recorder = None
+
+    settings = {"prompt_tokens": tokens, "decode_tokens": 0, "sequences": len(lengths)}
+    about = describe_run(model, settings | {"repeat": repeat})
+    return _capture(model, ("encode",), run, run, repeat, show, about)
+
+
+_RunPass = Callable[["Recorders | None"], "_PassTimes"]
+
+
+def _capture(
+    model: _Model, names: Sequence[str], run: _RunPass, warm_up: _RunPass,
+    repeat: int, show: Show, about: Mapping[str, Any],
+) -> Profile:  # fmt: skip
+    """Run the passes and return their profile.
+
+    Args:
+        model: the model.
+        names: names of the phases of a pass.
+        run: runs a pass with a recorder for each phase, or None.
+        warm_up: runs the first profiled pass, which does not count.
+        repeat: number of passes.
+        show: progress callback.
+        about: sections of the report on versions, machine, model and settings.
+    """
+    recorders = tuple(Recorder() for _ in names)
     plain: list[_PassTimes] = []
     profiled: list[_PassTimes] = []
     watch = OtherProcesses()
     for done in range(repeat + 1):
         show("profiling", done, repeat + 1)
-        plain.append(_run_pass(llm, prompts, decode, None))
-        if not done:  # CUDA graphs are captured in the second run of each kind
-            _run_pass(llm, prompts, min(decode, 3), (Recorder(), Recorder()))
+        plain.append(run(None))
+        if not done:
+            warm_up(tuple(Recorder() for _ in names))
             continue
-        profiled.append(_run_pass(llm, prompts, decode, recorders))
+        profiled.append(run(recorders))
     show("profiling", repeat + 1, repeat + 1)
-    phases = _phases(llm, decode, plain[1:], profiled, recorders)
+    phases = _phases(names, _threads(model), plain[1:], profiled, recorders)
     on_host = any(step.memory == HOST for p in phases for plan in p.plans for step in plan.steps)
-    return Profile(
-        phases,
-        phases[0].rooflines,
-        _describe_run(llm, prompts, decode, repeat),
-        _startup_times(llm, plain),
-        watch.share() if on_host else None,
-    )
+    times = _startup_times(model, plain)
+    others = watch.share() if on_host else None
+    return Profile(phases, phases[0].rooflines, about, times, others)
 
 
 def _decoded_meanwhile(step: int, prompts: Sequence[Sequence[int]]) -> int:
@@ -95,11 +149,15 @@ def _decoded_meanwhile(step: int, prompts: Sequence[Sequence[int]]) -> int:
 
 @dataclass(frozen=True)
 class _PassTimes:
-    """Wall-clock windows of the phases of one pass, its requests, and the tokens of the prefill."""
+    """Wall-clock windows and tokens of the phases of one pass, and the sequences of its requests.
 
-    windows: tuple[_Window, _Window]
-    sequences: Sequence[ActiveSequence]
-    prefill_tokens: int
+    ``steps``: number of the runs of each phase that count; None counts all.
+    """
+
+    windows: tuple[_Window, ...]
+    tokens: tuple[int, ...]
+    sequences: Sequence[ActiveSequence] = ()
+    steps: tuple[int | None, ...] = (None,)
 
 
 def _run_pass(
@@ -113,49 +171,49 @@ def _run_pass(
     generations = submit_all(engine, prompts, Sampling(seed=0), 2**31 - 1)
     for each in generations:
         each.speculates = False  # a step is one token of each
+    pair = (recorders[0], recorders[1]) if recorders else None
     while not all(each.count for each in generations):
-        run_step(engine, generations, recorders)
+        run_step(engine, generations, pair)
     middle = time.perf_counter_ns()
     goals = [each.count + decode for each in generations]
     while any(each.count < goal for each, goal in zip(generations, goals)):
-        run_step(engine, generations, recorders)
+        run_step(engine, generations, pair)
     end = time.perf_counter_ns()
     for each in generations:
         engine.cancel(each)
     engine.settle()
-    computed = sum(each.prefill_tokens for each in generations)
+    tokens = sum(each.prefill_tokens for each in generations), decode * len(generations)
     sequences = [each.sequence for each in generations]
-    return _PassTimes(((start, middle), (middle, end)), sequences, computed)
+    # Steps that a device ran ahead of the last one taken do not count.
+    return _PassTimes(((start, middle), (middle, end)), tokens, sequences, (None, decode))
 
 
 def _phases(
-    llm: LoadedModel, decode: int, plain: Sequence[_PassTimes], profiled: Sequence[_PassTimes],
-    recorders: Recorders,
+    names: Sequence[str], threads: int, plain: Sequence[_PassTimes],
+    profiled: Sequence[_PassTimes], recorders: Recorders,
 ) -> tuple[Phase, ...]:  # fmt: skip
     found = []
     rooflines: dict[str, Roofline] = {}
     indices = {s: index for each in profiled for index, s in enumerate(each.sequences)}
-    counts = profiled[0].prefill_tokens, decode * len(profiled[0].sequences)
-    for index, (name, tokens) in enumerate(zip(("prefill", "decode"), counts)):
+    for index, (name, tokens) in enumerate(zip(names, profiled[0].tokens)):
         if not tokens:
             continue
         spans = [each.windows[index] for each in profiled]
         lengths = [each.windows[index][1] - each.windows[index][0] for each in plain]
         passes = tuple(Pass(*span, length) for span, length in zip(spans, lengths))
-        runs = recorders[index].runs
-        if name == "decode":  # steps that a device ran ahead of the last one taken do not count
-            runs = [run for each in passes for run in runs_of(each, runs)[:decode]]
+        runs, most = recorders[index].runs, profiled[0].steps[index]
+        runs = [run for each in passes for run in runs_of(each, runs)[:most]]
         for backend in {step.backend.name for run in runs for step in run.plan.steps}:
-            add_roofline(rooflines, backend, _threads(llm))
+            add_roofline(rooflines, backend, threads)
         found.append(Phase(name, tokens, passes, tuple(runs), rooflines, indices))
     return tuple(found)
 
 
-def _threads(llm: LoadedModel) -> int:
+def _threads(model: _Model) -> int:
     """Return the number of CPU threads of the run."""
     from ..backends.cpu.runtime.cores import thread_count
 
-    return thread_count(llm.executor.options)
+    return thread_count(model.executor.options)
 
 
 def add_roofline(rooflines: dict[str, Roofline], backend: str, threads: int) -> None:
@@ -168,12 +226,14 @@ def add_roofline(rooflines: dict[str, Roofline], backend: str, threads: int) -> 
     rooflines[backend] = Roofline(*known, ceilings.bytes_s(threads), *flops)
 
 
-def _describe_run(
-    llm: LoadedModel, prompts: Sequence[Sequence[int]], decode: int, repeat: int
-) -> dict[str, Any]:
-    """Return the report's sections on versions, machine, model and settings."""
-    executor = llm.executor
-    facts = describe(llm, _threads(llm))
+def describe_run(model: _Model, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the report's sections on versions, machine, model and settings.
+
+    ``settings``: those of the passes.
+    """
+    executor = model.executor
+    context = model.limits.context if isinstance(model, LoadedModel) else model.max_length
+    facts = describe_model(model.file, executor.weights)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {
         "made": {"graphllm": __version__, "python": sys.version.split()[0], "date": date},
@@ -186,26 +246,23 @@ def _describe_run(
             "type": facts["model_type"],
             "bytes": facts["model_size"],
             "parameters": facts["model_n_params"],
-            "context": llm.limits.context,
-            "kv_type": llm.limits.kv_dtype,
+            "context": context,
+            "kv_type": model.limits.kv_dtype if isinstance(model, LoadedModel) else None,
         },
         "settings": {
-            "threads": _threads(llm),
+            "threads": _threads(model),
             "linear": executor.options.linear,
             "deterministic": executor.options.deterministic,
             "no_fuse": list(executor.options.without),
             "no_kernels": list(executor.options.no_kernels),
-            "gpu_layers": facts["n_gpu_layers"],
-            "sequences": len(prompts),
-            "prompt_tokens": sum(map(len, prompts)),
-            "decode_tokens": decode,
-            "repeat": repeat,
+            "gpu_layers": offloaded_layers(model) if isinstance(model, LoadedModel) else 0,
+            **settings,
         },
     }
 
 
-def _startup_times(llm: LoadedModel, plain: Sequence[_PassTimes]) -> dict[str, float]:
+def _startup_times(model: _Model, plain: Sequence[_PassTimes]) -> dict[str, float]:
     """Return the seconds of one-time work: loading, compilation, first run."""
-    walls = [(each.windows[1][1] - each.windows[0][0]) / 1e9 for each in plain]
+    walls = [(each.windows[-1][1] - each.windows[0][0]) / 1e9 for each in plain]
     first = max(0.0, walls[0] - statistics.median(walls[1:]))
-    return {"load_s": llm.load_s, **llm.executor.load_times, "first_run_s": first}
+    return {"load_s": model.load_s, **model.executor.load_times, "first_run_s": first}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from .. import backends as registry
 from ..arguments import Integer, Optional, check
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..compiler.plan import Copies, Plan
+from ..engine.encoder_engine import EncoderEngine
 from ..engine.engine import Engine
 from ..engine.kv_memory import kv_budget
 from ..errors import RequestError
@@ -26,13 +28,19 @@ from ..loading.load import (
     RULES,
     backend_options,
     build_decoder,
+    build_model,
     graph_limits,
     memory_left,
+    model_spec,
     sized_limits,
 )
+from ..loading.loaded_encoder import BATCH_TOKENS, encoder_arguments
 from ..model.decoder import Decoder
+from ..model.encoder import Encoder
+from ..model.spec import ModelSpec
 from ..ops import get
 from ..runtime.gpu_offload import leaf_buffers
+from ..weights import Weights
 from .batch_prediction import BatchPrediction, predict_batch
 from .bench import Test, leaf_bytes, model_type
 from .load_prediction import LoadPrediction, predict_load
@@ -59,7 +67,10 @@ class Miss:
 class StepPrediction:
     """Prediction of one step: ``tokens`` tokens of one sequence after ``cached`` ones.
 
+    A step of an encoder computes ``tokens`` tokens of several texts.
+
     Attributes:
+        kind: "encode", "prefill" or "decode".
         ops: number of steps by backend and op.
         misses: steps that do not run on the first backend.
         copies: copies between memories.
@@ -68,6 +79,7 @@ class StepPrediction:
         seconds: predicted time; None if a measurement that it needs is missing.
     """
 
+    kind: str
     name: str
     tokens: int
     cached: int
@@ -105,8 +117,11 @@ class DryRun:
 
     Attributes:
         notes: GPU offload, and backends that are not usable.
-        prefill: prediction of a prefill step.
-        token: prediction of a decode step.
+        kv_type: dtype of the KV cache; None for an encoder.
+        encode: prediction of a step of an encoder, or over the source of an encoder-decoder; None
+            for a decoder.
+        prefill: prediction of a prefill step; None for an encoder.
+        token: prediction of a decode step; None for an encoder.
         memory: bytes by memory.
         basis: measurements that the predicted times are based on.
         lacking: why a time is not predicted.
@@ -118,21 +133,28 @@ class DryRun:
     model_type: str
     device: str
     context: int
-    kv_type: str
+    kv_type: str | None
     threads: int
     notes: Sequence[str]
-    prefill: StepPrediction
-    token: StepPrediction
+    encode: StepPrediction | None
+    prefill: StepPrediction | None
+    token: StepPrediction | None
     memory: Mapping[str, MemoryUse]
     basis: Sequence[str]
     lacking: Sequence[str] = field(default_factory=tuple)
     batches: Sequence[BatchPrediction] = field(default_factory=tuple)
     load: LoadPrediction | None = None
 
+    @property
+    def phases(self) -> list[StepPrediction]:
+        """Predictions of the steps that the model has."""
+        return [each for each in (self.encode, self.prefill, self.token) if each is not None]
+
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         memory = {name: {**vars(m), "total": m.total} for name, m in self.memory.items()}
-        phases = {"prefill": self.prefill.as_dict(), "token": self.token.as_dict()}
+        own = {"encode": self.encode, "prefill": self.prefill, "token": self.token}
+        phases = {name: each and each.as_dict() for name, each in own.items()}
         batches = list(map(asdict, self.batches))
         load = self.load and self.load.as_dict()
         return {**vars(self), **phases, "memory": memory, "batches": batches, "load": load}
@@ -202,11 +224,17 @@ def dry_run(
     given = {name: value for name, value in locals().items() if name not in ("batches", "load")}
     own = check(RULES | {"free": Optional(Integer()), "depth": Integer(1)}, given)
     file = open_checkpoint(model, data=False)
+    spec = model_spec(file, model_def)
+    if spec.is_encoder:
+        default = {n: each.default for n, each in signature(dry_run).parameters.items()}
+        encoder_arguments(given, default)
+        if batches:
+            raise RequestError("batches has no meaning for an encoder", "batches")
+        return _encoder_run(file, spec, own)
     decoder = build_decoder(file, model_def, type)
     most = max([own["max_sequences"], *batches, *([load.parallel] if load else [])])
     wanted = graph_limits(own["context"], kv_type, device, most)
-    pinned = {"pins": own["place"], "strict": own["strict"]}
-    planner = Planner(decoder.weights, device, backend_options(own), own["free"], **pinned)
+    planner = _planner(decoder.weights, own)
     limits = sized_limits(decoder, planner, wanted, own["kv_memory"])
     engine = Engine(decoder, planner, limits)
     engine.offload_layers(own["gpu_layers"])
@@ -230,49 +258,103 @@ def _predict_load(
     return predict_load(engine, decoder.caches, load.requests, threads)
 
 
-def _summarize(file: Checkpoint, decoder: Decoder, engine: Engine, planner: Planner) -> DryRun:
+def _planner(weights: Weights, own: Mapping[str, Any]) -> Planner:
+    pinned = {"pins": own["place"], "strict": own["strict"]}
+    return Planner(weights, own["device"], backend_options(own), own["free"], **pinned)
+
+
+def _threads(planner: Planner) -> int:
     from ..backends.cpu.runtime.cores import thread_count
 
-    prefill, token = plans = engine.generation_plans()
-    predictor = TimePredictor.of(plans, thread_count(planner.options))
-    most = engine.limits.tokens
-    kv = {name.removeprefix("kv.") for name in engine.outputs if name.startswith("kv.")}
+    return thread_count(planner.options)
+
+
+def _encoder_run(file: Checkpoint, spec: ModelSpec, own: Mapping[str, Any]) -> DryRun:
+    """Return the dry run of an encoder: a full batch of texts of ``depth`` tokens each."""
+    encoder = build_model(file, spec, own["type"])
+    assert isinstance(encoder, Encoder)
+    planner, context = _planner(encoder.weights, own), encoder.cfg.context
+    engine = EncoderEngine(encoder, planner, max(BATCH_TOKENS, context))
+    plan = engine.plans()["hidden"]
+    length = min(own["depth"], context)
+    texts = engine.limits.tokens // length
+    env = {"T": texts * length, "Q": texts + 1, "S": texts, "kv_sum": texts * length**2}
+    name = f"batch of {texts} texts of {length} tokens"
+    predictor = TimePredictor.of([plan], _threads(planner))
+    phase = _phase("encode", name, plan, env, 0, predictor)
+    about = _about(file, encoder.weights, planner, predictor, [plan])
+    memory = _memory([plan], [plan], set())
+    return DryRun(
+        **about, context=context, kv_type=None, encode=phase, prefill=None, token=None,
+        memory=memory,
+    )  # fmt: skip
+
+
+def _about(
+    file: Checkpoint, weights: Weights, planner: Planner, predictor: TimePredictor,
+    plans: Sequence[Plan],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the fields of a `DryRun` that all models have."""
     notes = [f"{name} is not usable here: {why}" for name, why in planner.skipped.items()
              if registry.find(name).expected() or planner.backends[0].name == name]  # fmt: skip
+    return {
+        "model": str(file.path),
+        "model_type": model_type(file, weights),
+        "device": planner.backends[0].name,
+        "threads": predictor.threads,
+        "notes": notes,
+        "basis": predictor.basis(),
+        "lacking": predictor.lacking(plans),
+    }
+
+
+def _summarize(file: Checkpoint, decoder: Decoder, engine: Engine, planner: Planner) -> DryRun:
+    prefill, token = plans = engine.generation_plans()
+    encode = engine.source_plans()
+    predictor = TimePredictor.of([*encode, *plans], _threads(planner))
+    most, context = engine.limits.tokens, engine.limits.context
+    kv = {name.removeprefix("kv.") for name in engine.outputs if name.startswith("kv.")}
+    about = _about(file, decoder.weights, planner, predictor, [*encode, *plans])
     if engine.gpu_offload:
-        notes.append(str(engine.gpu_offload))
+        about["notes"].append(str(engine.gpu_offload))
+    source = decoder.max_source(engine.limits)
+    if source:  # the target begins behind the source
+        most = min(most, context - source)
+    env = {"T": source, "Q": 2, "S": 1, "kv_sum": source**2}
+    cached = min(most, context - source - 1)
     return DryRun(
-        model=str(file.path),
-        model_type=model_type(file, decoder.weights),
-        device=planner.backends[0].name,
-        context=engine.limits.context,
+        **about,
+        context=context,
         kv_type=engine.limits.kv_dtype,
-        threads=predictor.threads,
-        notes=notes,
-        prefill=_phase(f"prefill of {most} tokens", prefill, most, 0, predictor),
-        token=_phase("decode step", token, 1, min(most, engine.limits.context - 1), predictor),
-        memory=_memory(plans, engine.all_plans(), kv),
-        basis=predictor.basis(),
-        lacking=predictor.lacking(plans),
+        encode=_phase("encode", f"source of {source} tokens", encode[0], env, 0, predictor)
+        if encode
+        else None,
+        prefill=_phase(
+            "prefill", f"prefill of {most} tokens", prefill, step_env(most, 0, source), 0, predictor
+        ),
+        token=_phase(
+            "decode", "decode step", token, step_env(1, cached, source), cached, predictor
+        ),
+        memory=_memory([*encode, *plans], engine.all_plans(), kv),
     )
 
 
 def _phase(
-    name: str, plan: Plan, tokens: int, cached: int, predictor: TimePredictor
+    kind: str, name: str, plan: Plan, env: Mapping[str, int], cached: int, predictor: TimePredictor
 ) -> StepPrediction:
-    env = step_env(tokens, cached)
     ops: dict[str, Counter[str]] = {}
     for step in plan.steps:
         ops.setdefault(step.backend.name, Counter())[step.node.op] += 1
     return StepPrediction(
+        kind=kind,
         name=name,
-        tokens=tokens,
+        tokens=env["T"],
         cached=cached,
         ops=ops,
         misses=[Miss(*what, steps) for what, steps in plan.misses().items()],
         copies=plan.copies(),
-        nbytes=sum(leaf_bytes(step.node, env) for step in plan.steps),
-        flops=sum(get(step.node.op).node_cost(step.node, env).flops for step in plan.steps),
+        nbytes=sum(leaf_bytes(step.node, dict(env)) for step in plan.steps),
+        flops=sum(get(step.node.op).node_cost(step.node, dict(env)).flops for step in plan.steps),
         seconds=predictor.seconds(plan, env),
     )
 

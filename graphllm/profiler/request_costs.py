@@ -25,7 +25,7 @@ import numpy as np
 
 from ..engine.bill import OpCost
 from .accounting import Pass, run_times, runs_of
-from .record import Run
+from .record import Run, plans_of
 from .step_shares import StepShares
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def request_costs(
     Returns:
         One cost for each request that took part, by index.
     """
-    shares = {plan: StepShares(plan) for plan in dict.fromkeys(run.plan for run in runs)}
+    shares = {plan: StepShares(plan) for plan in plans_of([run for run in runs if run.chunks])}
     found: dict[int, RequestCost] = {}
     ignored = RequestCost(-1)
     for window in passes:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..graph.tensor import Tensor
 
 _MOST_SIZES = 256  # sizes of steps whose costs are kept
+_PAIRS = ("kv_sum", "prefix_sum")  # values of a step that count (query, key) pairs
 
 
 def op_name(step: Step) -> str:
@@ -96,7 +97,9 @@ class _NodeCost:
         self._node, self._op = node, get(node.op)
         self._metas: dict[tuple[float, ...], list[Any]] = {}  # by the values of the Vars
         env = {"T": 1, "S": 1, "Q": 2, "N": 1}
-        few, many = (self.at({**env, "kv_sum": pairs}) for pairs in (1, 1000))
+        few, many = (
+            self.at({**env, "kv_sum": pairs, "prefix_sum": pairs // 2}) for pairs in (1, 1000)
+        )
         self.depends_on_pairs = few != many
 
     def at(self, env: Mapping[str, Any]) -> tuple[float, float]:
@@ -113,16 +116,19 @@ class _NodeCost:
 
 def chunk_env(chunk: Chunk) -> dict[str, int]:
     """Return the values of the Vars of a step that computes one chunk alone."""
-    tokens = chunk.stop - chunk.start
-    pairs = kv_pairs(chunk.start, tokens)
-    return {"T": tokens, "S": 1, "Q": 2, "N": int(chunk.samples), "kv_sum": pairs}
+    tokens, sequence = chunk.stop - chunk.start, chunk.sequence
+    is_source = chunk.start < sequence.source
+    pairs = tokens**2 if is_source else kv_pairs(chunk.start, tokens)
+    env = {"T": tokens, "S": 1, "Q": 2, "N": int(chunk.samples), "kv_sum": pairs}
+    return env | {"prefix_sum": tokens * sequence.prefix}
 
 
 def _mean(envs: Sequence[Mapping[str, int]]) -> Mapping[str, float]:
-    """Return the first one with the mean number of (query, key) pairs of all."""
+    """Return the first one with the mean numbers of (query, key) pairs of all."""
     if len(envs) == 1:
         return envs[0]
-    return {**envs[0], "kv_sum": sum(env.get("kv_sum", 0) for env in envs) / len(envs)}
+    means = {name: sum(env.get(name, 0) for env in envs) / len(envs) for name in _PAIRS}
+    return {**envs[0], **means}
 
 
 def _reads_weights(step: Step) -> bool:

@@ -119,7 +119,14 @@ def _format_slowdown(step: Step, ceiling: Ceilings) -> float:
     return sum(nbytes / share for nbytes, share in sizes) / total if total else 1.0
 
 
-def step_env(tokens: int, cached: int) -> dict[str, int]:
-    """Return the Vars of a step of one sequence that computes the last token's logits."""
-    kv_sum = tokens * cached + tokens * (tokens + 1) // 2
-    return {"T": tokens, "S": 1, "Q": 2, "N": 1, "kv_sum": kv_sum}
+def step_env(tokens: int, cached: int, source: int = 0) -> dict[str, int]:
+    """Return the Vars of a step of one sequence that computes the last token's logits.
+
+    Args:
+        tokens: tokens of the step.
+        cached: tokens of the sequence before it, those of a source excepted.
+        source: tokens of the source of an encoder-decoder.
+    """
+    kv_sum = tokens * (source + cached) + tokens * (tokens + 1) // 2
+    env = {"T": tokens, "S": 1, "Q": 2, "N": 1, "kv_sum": kv_sum}
+    return env | {"prefix_sum": tokens * source}

@@ -30,13 +30,17 @@ def _fallback(text: str) -> bytes:
     return bytes([int(byte[1], 16)]) if byte else text.encode()
 
 
+# What WordPiece's cleanup writes without the space before it, as far as a single token can have it.
+_CLEANED = (".", "?", "!", ",", "n't", "'m", "'s", "'ve", "'re")
+
+
 @dataclass
 class Decoder:
     """Decoding of a token's text: replacements, then the byte coding.
 
     ``strips``: the first space of a text is removed. ``all_spaces``: so are the other spaces of its
     first token. ``prefix``: beginning of a WordPiece token that continues a word; other tokens
-    begin with a space, also before punctuation.
+    begin with a space, with ``cleanup`` not before punctuation.
     """
 
     replacements: list[tuple[str, str]] = field(default_factory=list)
@@ -45,6 +49,7 @@ class Decoder:
     strips: bool = False
     all_spaces: bool = False
     prefix: str = ""
+    cleanup: bool = False
 
     def take(self, step: dict[str, Any]) -> bool:
         """Add a step of the decoder chain.
@@ -62,6 +67,7 @@ class Decoder:
             self.coding = kind
         elif kind == "WordPiece" and early:
             self.coding, self.prefix, self.strips = kind, step["prefix"], True
+            self.cleanup = step["cleanup"]
         elif kind == "Fuse":
             self.fused = True
         elif kind == "Strip" and self.fused and step["content"] == " " and not step["stop"]:
@@ -79,7 +85,10 @@ class Decoder:
             return _alphabet(text)
         if self.coding == "WordPiece":
             inner = self.prefix and text.startswith(self.prefix)
-            return (text[len(self.prefix) :] if inner else f" {text}").encode()
+            text = text[len(self.prefix) :] if inner else f" {text}"
+            for mark in _CLEANED if self.cleanup else ():
+                text = text.replace(f" {mark}", mark)
+            return text.encode()
         return _fallback(text) if self.coding else text.encode()
 
 

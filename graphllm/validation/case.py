@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..api import LLM
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.hf_directory import HfCheckpoint
+from ..engine.encoder_engine import EncoderEngine
+from ..engine.engine import Engine
 from ..errors import ModelFileError
 from ..graph.tensor import Meta
-from ..model.config import ModelConfig
+from ..loading.loaded_encoder import LoadedEncoder
+from ..model.batch import Batch, Limits, source_length, source_tokens
+from ..model.config import EncoderDecoderConfig, ModelConfig
 from ..model.config_keys import Keys
+from ..model.decoder import Decoder
+from ..model.encoder import Encoder, EncoderBatch
 from ..model.spec import ModelSpec
 from ..runtime.executor import Progress
 from ..weights import Weights
@@ -81,7 +88,11 @@ class ValidatedDirectory(HfCheckpoint):
 class Case:
     """State that the checks of one model share.
 
-    ``tokens`` tokens of a text are prefilled, and ``new`` tokens are decoded after them.
+    ``tokens`` tokens of a text are prefilled, and ``new`` tokens are decoded after them. The text
+    is the source of an encoder-decoder, whose target is decoded; an encoder decodes nothing.
+
+    Attributes:
+        ids: tokens of the sequence; those of a source as `source_tokens` has them.
     """
 
     title: str
@@ -93,37 +104,77 @@ class Case:
     new: int
     progress: Progress
     ids: list[int] = field(default_factory=list)
-    _llm: LLM | None = None
+    _model: LLM | LoadedEncoder | None = None
     _record: OracleRecord | None = None
 
-    def load(self, **more: object) -> LLM:
+    def load(self) -> LLM | LoadedEncoder:
         """Load the model with a float32 cache and without quantized activations."""
-        options = {"kv_type": "f32", "linear": "float", "context": self.tokens + self.new}
-        options |= {"max_sequences": 1, **more}
-        return LLM.load(self.file, device=self.device, progress=self.progress, **options)  # type: ignore[arg-type]
+        common: dict[str, Any] = {"device": self.device, "linear": "float"}
+        common["progress"] = self.progress
+        if self.spec.is_encoder:
+            return LoadedEncoder.load(self.file, **common)
+        length = 2 * self.tokens if self.spec.is_encoder_decoder else self.tokens
+        common |= {"kv_type": "f32", "context": length + self.new, "max_sequences": 1}
+        return LLM.load(self.file, **common)
 
     @property
-    def loaded(self) -> LLM | None:
+    def loaded(self) -> LLM | LoadedEncoder | None:
         """The model if it is loaded, else None."""
-        return self._llm
+        return self._model
 
     @property
-    def llm(self) -> LLM:
+    def model(self) -> LLM | LoadedEncoder:
         """The model, loaded on first use."""
-        if self._llm is None:
-            self._llm = self.load()
-            self._choose_ids(self._llm)
-        return self._llm
+        if self._model is None:
+            self._model = self.load()
+            self._choose_ids(self._model)
+        return self._model
 
-    def _choose_ids(self, llm: LLM) -> None:
+    @property
+    def engine(self) -> Engine | EncoderEngine:
+        """The engine of the model."""
+        return self.model.engine
+
+    @property
+    def decoder_engine(self) -> Engine:
+        """The engine of a decoder or an encoder-decoder."""
+        assert isinstance(self.model, LLM)
+        return self.model.engine
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's configuration."""
+        return _network(self.model).cfg
+
+    @property
+    def source(self) -> int:
+        """Number of tokens of the source of an encoder-decoder, otherwise 0."""
+        return source_length(self.ids)
+
+    def compute(self, ids: list[int]) -> np.ndarray:
+        """Return the logits [T, vocab] of a sequence; the hidden states [T, dim] of an encoder."""
+        model = self.model
+        if isinstance(model, LoadedEncoder):
+            return model.engine.hidden([ids])[0]
+        with model.engine.lock.hold("validate"), model.engine.evaluation(ids) as evaluation:
+            return np.concatenate(list(evaluation.logits(ids)))
+
+    def _choose_ids(self, model: LLM | LoadedEncoder) -> None:
         """Choose the ids: a text (or random ids without a tokenizer) and its greedy continuation.
 
         The oracle computes the continuation; without one it is random.
         """
-        most = llm.limits.context
-        self.new = max(1, min(self.new, most // 4))
-        self.tokens = max(1, min(self.tokens, most - self.new))
-        vocab = llm.decoder.cfg.vocab
+        config, start = _network(model).cfg, list[int]()
+        if isinstance(model, LoadedEncoder):
+            self.new, self.tokens = 0, min(self.tokens, model.max_length)
+        else:
+            most = model.limits.context
+            self.new = max(1, min(self.new, most // 4))
+            self.tokens = max(1, min(self.tokens, most - self.new))
+            if model.seq2seq is not None:
+                start = model.seq2seq.start
+                self.tokens = min(self.tokens, model.seq2seq.max_source)
+        vocab = config.vocab
         rng = np.random.default_rng(7)
         stated = {
             v
@@ -133,7 +184,9 @@ class Case:
         plain = [i for i in range(vocab) if i not in stated]  # special ids may have an effect
         ids = rng.choice(plain, self.tokens).tolist()
         if self.file.has_vocabulary:
-            ids = [i for i in llm.encode(TEXT)[: self.tokens] if i < vocab]
+            ids = [i for i in model.encode(TEXT)[: self.tokens] if i < vocab]
+        if start:
+            ids = [*source_tokens(ids), *start]
         self.tokens = len(ids)
         for _ in range(self.new):
             if self.oracle is None:
@@ -143,21 +196,28 @@ class Case:
         self.ids = ids
 
     def run_oracle(self, ids: list[int], wanted: PathFilter = lambda path: False) -> OracleRecord:
-        """Run the oracle; ModelFileError if the vocabulary of its logits differs."""
+        """Run the oracle; ModelFileError if its logits or hidden states have another width."""
         assert self.oracle is not None
-        record, vocab = self.oracle.run(ids, wanted), self.llm.decoder.cfg.vocab
-        if record.logits.shape[-1] != vocab:
+        record = self.oracle.run(ids, wanted)
+        width = self.config.dim if self.spec.is_encoder else self.config.vocab
+        if record.logits.shape[-1] != width:
             raise ModelFileError(
                 f"{self.oracle.name} returned logits {list(record.logits.shape)}, "
-                f"expected [{len(ids)}, {vocab}]"
+                f"expected [{len(ids) - source_length(ids)}, {width}]"
             )
         return record
 
     @property
     def layers(self) -> list[str]:
         """Paths of the layers."""
-        n, count = self.llm.decoder.cfg.names, len(self.llm.decoder.cfg.layers)
-        return [f"{n.model}.{n.layers}.{i}" for i in range(count)]
+        decoder = self.config
+        both = [decoder.encoder] if isinstance(decoder, EncoderDecoderConfig) else []
+        return [
+            f"{each.names.model}.{each.names.layers}.{i}".lstrip(".")
+            for each in (*both, decoder)
+            if each is not None
+            for i in range(len(each.layers))
+        ]
 
     @property
     def record(self) -> OracleRecord:
@@ -170,9 +230,22 @@ class Case:
     @property
     def exact(self) -> bool:
         """Whether the device computes in float32 throughout, not in half precision."""
+        weights = _network(self.model).weights
         halves = any(
-            (meta := self.llm.decoder.weights.meta(name)) is not None
-            and meta.dtype.name in ("f16", "bf16")
-            for name in self.llm.decoder.weights.names()
+            (meta := weights.meta(name)) is not None and meta.dtype.name in ("f16", "bf16")
+            for name in weights.names()
         )
-        return not (halves and self.llm.executor.backends[0].half_tolerance)
+        return not (halves and self.model.executor.backends[0].half_tolerance)
+
+
+def _network(model: LLM | LoadedEncoder) -> Decoder | Encoder:
+    """Return the graph builder of a loaded model."""
+    return model.encoder if isinstance(model, LoadedEncoder) else model.decoder
+
+
+def build_graph(model: Decoder | Encoder, tokens: int) -> None:
+    """Build the graph of a model for sequences of at most ``tokens`` tokens."""
+    if isinstance(model, Encoder):
+        model.build(EncoderBatch(tokens, tokens))
+    else:
+        model.build(Batch(model.caches, Limits(context=tokens, kv_dtype="f32")))

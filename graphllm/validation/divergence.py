@@ -30,6 +30,7 @@ from .subgraphs import (
     nearest_deviation,
 )
 
+_ATTENTIONS = ("attention", "packed_attention")
 _MAX_NAMED_OPS = 6  # more are summarized in a line
 _PASSIVE_MODULES = (
     "Dropout",
@@ -124,10 +125,10 @@ def _trace_values(case: Case, subgraph: Subgraph, nodes: Sequence[Tensor]) -> _V
 
     traced = {f"value {i}": node for i, node in enumerate(dict.fromkeys(nodes))}
     substitutions = {}
-    for cut in split_graph(case.llm, case.layers, case.record):
+    for cut in split_graph(case.engine, case.layers, case.record):
         if cut.name == subgraph.before:
             traced["before"], substitutions["before"] = cut.result, Substitution(cut.want)
-    got = Tracer(case.llm.engine, traced).trace(case.ids, "value *", substitutions)
+    got = Tracer(case.engine, traced).trace(case.ids, "value *", substitutions)
     return _Values({traced[name]: value for name, value in got.items()})
 
 
@@ -137,7 +138,7 @@ def _trace_values(case: Case, subgraph: Subgraph, nodes: Sequence[Tensor]) -> _V
 def _modules(case: Case, nodes: Sequence[Tensor], record: OracleRecord) -> list[NamedValue]:
     """Return the inputs and outputs of modules of the same path."""
     found = []
-    for path, node in case.llm.engine.scope_values.items():
+    for path, node in case.engine.scope_values.items():
         if path in record.read:
             read = module_input(nodes, path)
             if read is not None:
@@ -151,7 +152,7 @@ def _attentions(nodes: Sequence[Tensor], record: OracleRecord) -> list[NamedValu
     """Return the inputs and results of attentions, which are no modules of their own."""
     found = []
     for node in nodes:
-        known = record.attended.get(node.scope) if node.op == "attention" else None
+        known = record.attended.get(node.scope) if node.op in _ATTENTIONS else None
         if known is None:
             continue
         query, key, value = (_written(source) for source in node.sources[:3])
@@ -274,7 +275,7 @@ def _differing_attributes(node: Tensor, record: OracleRecord) -> list[str]:
     """Return lines on attributes for which the oracle has another value."""
     pairs = []
     known = record.attended.get(node.scope)
-    if node.op == "attention" and known is not None:
+    if node.op in _ATTENTIONS and known is not None:
         pairs = [(ours, known.options.get(theirs)) for ours, theirs in _OPTIONS.items()]
     if "eps" in node.attrs:
         pairs += [("eps", value) for value in record.facts.get(node.scope, {}).values()]
@@ -297,6 +298,6 @@ def _missing_modules(path: str, record: OracleRecord, case: Case) -> list[str]:
         for name, kind in record.modules.items()
         if (is_within(name, path) or name.rpartition(".")[0] == parent)
         and not kind.endswith(_PASSIVE_MODULES)
-        and name not in case.llm.engine.scope_values
+        and name not in case.engine.scope_values
     ]
     return [f"modules only in the oracle: {', '.join(names)}"] if names else []

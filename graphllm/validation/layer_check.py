@@ -15,7 +15,7 @@ from ..errors import ModelFileError
 from .case import Case
 from .divergence import locate_divergence
 from .report import FAILED, PASSED, Check
-from .subgraphs import LOGITS, Subgraph, Substitution, nearest_deviation, split_graph
+from .subgraphs import Subgraph, Substitution, nearest_deviation, split_graph
 
 # Bounds on NMSE. Float32 reaches 1e-13 to 1e-11 per layer; half-precision products, as in the CUDA
 # kernels, reach 1e-6 to 1e-5.
@@ -24,7 +24,7 @@ EXACT, HALVES = 1e-9, 1e-4
 
 def hidden_states(case: Case) -> Check:
     """Compare the hidden states with the oracle's."""
-    found = split_graph(case.llm, case.layers, case.record)
+    found = split_graph(case.engine, case.layers, case.record)
     _check_numbers(case, found)
     limit = EXACT if case.exact else HALVES
     rows = _rows(case, found)
@@ -54,13 +54,11 @@ def _check_numbers(case: Case, found: list[Subgraph]) -> None:
 
 def _rows(case: Case, found: list[Subgraph]) -> list[dict[str, Any]]:
     """Return isolated (``alone``) and cumulative (``chain``) deviation of each value."""
-    engine = case.llm.engine
+    engine = case.engine
     nodes = {subgraph.name: subgraph.result for subgraph in found}
-    substitutions = {
-        subgraph.name: Substitution(subgraph.want) for subgraph in found if subgraph.name != LOGITS
-    }
+    substitutions = {subgraph.name: Substitution(subgraph.want) for subgraph in found[:-1]}
     tracer = Tracer(engine, nodes)
-    alone = tracer.trace(case.ids, LOGITS, substitutions)
+    alone = tracer.trace(case.ids, found[-1].name, substitutions)
     alone |= {name: each.value for name, each in substitutions.items()}
     chain = tracer.trace(case.ids, list(nodes))
     rows = []
@@ -76,7 +74,7 @@ def _rows(case: Case, found: list[Subgraph]) -> list[dict[str, Any]]:
 
 def _untested_windows(case: Case) -> list[str]:
     """Return a note on attention windows that the ids do not exceed."""
-    windows = {layer.window for layer in case.llm.decoder.cfg.layers}
+    windows = {layer.window for layer in case.config.layers}
     wide = sorted(w for w in windows if w >= len(case.ids))
     if not wide:
         return []

@@ -2,11 +2,11 @@
 
 A function `oracle(config, weights, ids)` gets the configuration (dict, as in config.json), the
 weights (float32 arrays, by the names that the model file uses) and token ids (list). It returns
-logits, float [T, vocab]; or a mapping with the key ``logits`` and values [T, ...] of scopes by
-name, as ``model.layers.0``. It may also return a torch.nn.Module, or ``oracle`` may be one: then
-the module gets ids [1, T] and returns logits [1, T, vocab], and inputs and outputs of its
-submodules are compared with the scopes of the same path. The folder of the file is on `sys.path`
-while its code runs.
+logits, float [T, vocab] (an encoder's hidden states [T, dim]); or a mapping with the key ``logits``
+and values [T, ...] of scopes by name, as ``model.layers.0``. It may also return a torch.nn.Module,
+or ``oracle`` may be one: then the module gets ids [1, T] and returns logits [1, T, vocab], and
+inputs and outputs of its submodules are compared with the scopes of the same path. The folder of
+the file is on `sys.path` while its code runs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ModelFileError
+from ..errors import ModelFileError, RequestError
 from ..formats.quantization import Blocks
-from ..model.spec import import_file
+from ..model.spec import ModelSpec, import_file
 from ..weights import Weights
 from .oracle_record import OracleRecord, PathFilter
 from .torch_module import ModuleOracle, is_module
@@ -70,6 +70,14 @@ class FunctionOracle:
                 f"expected [{len(ids)}, vocabulary]"
             )
         return OracleRecord(logits, arrays)
+
+
+def check_function(spec: ModelSpec) -> None:
+    """Raise RequestError if the model takes two sequences, of which a function has one."""
+    if spec.is_encoder_decoder:
+        raise RequestError(
+            f"oracle: {spec.name} is an encoder-decoder, which is compared with transformers only"
+        )
 
 
 def as_float32(weights: Weights, name: str) -> np.ndarray:

@@ -30,7 +30,7 @@ class OracleRecord:
     """Record of one oracle run over all ids.
 
     Attributes:
-        logits: [T, vocab].
+        logits: [T, vocab]; the hidden states [T, dim] of an encoder.
         returned: outputs of modules by path, [T, ...] or by heads [H, T, D].
         read: inputs of modules by path.
         attended: attentions by path of their module.

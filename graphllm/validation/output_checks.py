@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from .. import backends as registry
+from ..engine.encoder_engine import EncoderEngine
+from ..model.batch import source_tokens
 from ..profiler.diff.comparison import Diff, diff
 from .case import Case
 from .report import FAILED, PASSED, SKIPPED, Check
@@ -19,11 +21,20 @@ PERPLEXITY = 1e-3, 2e-2
 
 def logits(case: Case) -> Check:
     """Compare the logits of all ids, computed in one prefill."""
-    have, want = case.llm.logits(case.ids), case.record.logits
+    return _outputs_check("logits", case)
+
+
+def hidden(case: Case) -> Check:
+    """Compare the last hidden states of an encoder."""
+    return _outputs_check("hidden", case)
+
+
+def _outputs_check(name: str, case: Case) -> Check:
+    have, want = case.compute(case.ids), case.record.logits
     if have.shape != want.shape:
         text = f"shape {list(have.shape)}, expected {list(want.shape)}"
-        return Check("logits", FAILED, text)
-    return _logits_check("logits", case, have, want, "the oracle")
+        return Check(name, FAILED, text)
+    return _logits_check(name, case, have, want, "the oracle")
 
 
 def _logits_check(
@@ -42,11 +53,11 @@ def _logits_check(
 def greedy(case: Case) -> Check:
     """Compare the greedy tokens after the text, each decoded after the oracle's tokens."""
     want, at = case.record.logits, max(1, case.tokens - 1)
-    with case.llm.engine.evaluation(case.ids) as sequence:
-        sequence.step_logits(case.ids[: case.tokens - 1] or case.ids[:1], last=True)
+    with case.decoder_engine.evaluation(case.ids) as sequence:
+        list(sequence.logits(case.ids[:at], last=True))
         steps = [sequence.step_logits([token])[0] for token in case.ids[at:-1]]
     other, ties, margins = [], 0, []
-    for row, own in enumerate(steps, at):
+    for row, own in enumerate(steps, at - case.source):
         second, first = np.sort(want[row])[-2:]
         margins.append(float(first - second))
         if own.argmax() != want[row].argmax():
@@ -63,15 +74,17 @@ def greedy(case: Case) -> Check:
 
 
 def perplexity(case: Case) -> Check:
-    """Compare the perplexity of the text."""
+    """Compare the perplexity of the text; that of the target of an encoder-decoder."""
+    scored = case.ids[case.source :] if case.source else case.ids[: case.tokens]
     have, want = (
-        _perplexity(each[: case.tokens], case.ids[: case.tokens])
-        for each in (case.llm.logits(case.ids), case.record.logits)
+        _perplexity(each[: len(scored)], scored)
+        for each in (case.compute(case.ids), case.record.logits)
     )
     limit = PERPLEXITY[not case.exact]
     off = abs(have / want - 1)
     what = "a text" if case.file.has_vocabulary else "random ids"
-    text = f"{have:.4f}, oracle {want:.4f}, over {case.tokens - 1} tokens of {what}"
+    what = "the target" if case.source else what
+    text = f"{have:.4f}, oracle {want:.4f}, over {len(scored) - 1} tokens of {what}"
     figures = {"own": have, "oracle": want, "allowed": limit}
     return Check("perplexity", PASSED if off <= limit else FAILED, text, rows=(figures,))
 
@@ -88,20 +101,32 @@ def _perplexity(logits: np.ndarray, ids: list[int]) -> float:
 
 def steps(case: Case) -> Check:
     """Check that decoding token by token gives the logits of one prefill."""
-    whole = case.llm.logits(case.ids)
-    with case.llm.engine.evaluation(case.ids) as sequence:
-        alone = np.concatenate([sequence.step_logits([token]) for token in case.ids])
+    whole = case.compute(case.ids)
+    with case.decoder_engine.evaluation(case.ids) as sequence:
+        if case.source:
+            sequence.encode(case.ids[: case.source])
+        rest = case.ids[case.source :]
+        alone = np.concatenate([sequence.step_logits([token]) for token in rest])
     return _logits_check("steps", case, alone, whole, "one prefill")
+
+
+def batches(case: Case) -> Check:
+    """Check that an encoder computes a sequence the same way alone and among others."""
+    assert isinstance(case.engine, EncoderEngine)
+    alone, others = case.compute(case.ids), [case.ids[:1], case.ids[: len(case.ids) // 2 + 1]]
+    batch = [others[0], case.ids, others[1]][: max(1, case.engine.limits.tokens // len(case.ids))]
+    found = case.engine.hidden(batch)[batch.index(case.ids)]
+    return _logits_check("batches", case, found, alone, "the sequence alone")
 
 
 def fusion(case: Case) -> Check:
     """Compare fused steps with their parts."""
-    return _diff_check("fusion", case, (case.llm.device,), fused=True)
+    return _diff_check("fusion", case, (case.model.device,), fused=True)
 
 
 def backends(case: Case) -> Check:
     """Compare the first backend with each usable backend after it."""
-    first = case.llm.device
+    first = case.model.device
     behind = [
         n for n in registry.fallbacks(first) if n != first and registry.find(n).available()[0]
     ]
@@ -113,9 +138,11 @@ def backends(case: Case) -> Check:
 
 
 def _diff_check(name: str, case: Case, names: tuple[str, ...], fused: bool = False) -> Check:
+    ids = source_tokens(case.ids[: case.source]) or case.ids[: case.tokens]
+    kv_type = None if case.spec.is_encoder else "f32"
     found: Diff = diff(
-        case.file, names, ids=case.ids[: case.tokens], fused=fused, linear="float",
-        kv_type="f32", progress=case.progress,
+        case.file, names, ids=ids, fused=fused, linear="float", kv_type=kv_type,
+        progress=case.progress,
     )  # fmt: skip
     text = f"{found.sides[0]} against {found.sides[1]}: "
     if found.first is None:

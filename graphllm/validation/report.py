@@ -127,7 +127,8 @@ def _line(run: Run, colour: bool) -> str:
     if run.first is not None:
         return _coloured(f"{run.title} {run.verdict}", run.first, colour)
     against = f" against {run.oracle}" if run.oracle else ""
-    check = next(c for c in run.checks if c.name == ("logits" if run.oracle else "steps"))
+    names = ("logits", "hidden") if run.oracle else ("steps", "batches")
+    check = next(c for c in run.checks if c.name in names)
     line = f"{run.title} {run.verdict}{against}: {check.name}: {check.summary}"
     return _coloured(line, None, colour)
 

@@ -12,7 +12,7 @@ from ..runtime.executor import Progress
 from . import file_checks, hf_oracle, output_checks
 from .case import Case, ValidatedDirectory
 from .layer_check import hidden_states
-from .oracle import FunctionOracle, OracleFunction, load_oracle
+from .oracle import FunctionOracle, OracleFunction, check_function, load_oracle
 from .oracle_record import Oracle
 from .report import FAILED, SKIPPED, Check, Report, Run
 from .tiny_models import tiny_models
@@ -36,6 +36,13 @@ FILE_CHECKS: tuple[tuple[str, CheckFunction], ...] = (
     ("weights", file_checks.weights),
 )
 CHECKS = (*FILE_CHECKS, *ORACLE_CHECKS, *SELF_CHECKS)
+ENCODER_ORACLE_CHECKS: tuple[tuple[str, CheckFunction], ...] = (
+    ("layers", hidden_states),
+    ("hidden", output_checks.hidden),
+)
+ENCODER_CHECKS = (
+    *FILE_CHECKS, *ENCODER_ORACLE_CHECKS, ("batches", output_checks.batches), *SELF_CHECKS[1:],
+)  # fmt: skip
 
 
 def validate(
@@ -76,7 +83,6 @@ def validate(
     function = None if oracle is None else load_oracle(Path(oracle))
     if tiny:
         spec = _model_spec(model, model_def)
-        spec.check_decoder("--tiny")
         runs = [
             _run(spec.name + f" {i}", file, spec, device, made, tokens, new, show)
             for i, (file, made) in enumerate(tiny_models(spec, function))
@@ -91,7 +97,6 @@ def validate(
         raise RequestError(f"{path}: not a Hugging Face directory{hint_text}")
     file = ValidatedDirectory(path, None if model_def is None else _model_spec(None, model_def))
     spec = file.spec()
-    spec.check_decoder(path)
     try:
         known = _oracle(file, spec, function)
     except RequestError:
@@ -122,13 +127,14 @@ def _oracle(
     """Return the oracle of the directory, or None. RequestError without transformers."""
     function = function or spec.oracle
     if function is not None:
+        check_function(spec)
         weights = file.weights(spec, spec.config(file.keys(spec)))
         return FunctionOracle(function, file.metadata, weights)
     hf_oracle.require_transformers()
-    if not hf_oracle.has_causal_lm(file.architecture):
+    if not hf_oracle.has_model(file.architecture, spec):
         return None
     try:
-        return hf_oracle.TransformersOracle.load(file.path)
+        return hf_oracle.TransformersOracle.load(file, spec)
     except RequestError as error:
         raise RequestError(f"{error}{_remote_code_hint(file)}") from None
 
@@ -157,10 +163,11 @@ def _run(
 
 def _checks(case: Case) -> Iterator[Check]:
     """Run all checks in order; those that cannot run are skipped with a reason."""
-    broken = ""
-    for done, (name, check) in enumerate(CHECKS):
-        case.progress("checks", done, len(CHECKS))
-        if (name, check) in ORACLE_CHECKS and case.oracle is None:
+    broken, checks = "", ENCODER_CHECKS if case.spec.is_encoder else CHECKS
+    for done, (name, check) in enumerate(checks):
+        case.progress("checks", done, len(checks))
+        compares = (name, check) in (*ORACLE_CHECKS, *ENCODER_ORACLE_CHECKS)
+        if compares and case.oracle is None:
             text = f"no oracle to compare with{_remote_code_hint(case.file)}"
             yield Check(name, SKIPPED, text)
             continue

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..api import LLM
+from ..engine.encoder_engine import EncoderEngine
+from ..engine.engine import Engine
 from ..graph.dtype import F32
 from ..graph.rewrite import toposort
 from ..graph.tensor import Tensor, Var
+from ..model.batch import ENCODED
 from ..profiler.diff.deviation import Deviation, deviation
 from .oracle_record import OracleRecord
 
-EMBEDDING, LOGITS = "embedding", "logits"  # names of the first and the last subgraph
+EMBEDDING = "embedding"  # name of the first subgraph
 
 
 @dataclass(frozen=True)
@@ -36,26 +38,30 @@ class Subgraph:
     nodes: tuple[Tensor, ...]
 
 
-def split_graph(llm: LLM, layers: Sequence[str], record: OracleRecord) -> list[Subgraph]:
-    """Split the graph of ``llm`` at the values of ``record``, in execution order.
+def split_graph(
+    engine: Engine | EncoderEngine, layers: Sequence[str], record: OracleRecord
+) -> list[Subgraph]:
+    """Split the graph of a model at the values of ``record``, in execution order.
 
     A layer that the oracle did not record is merged with the next.
 
     Args:
-        llm: the model.
+        engine: the engine of the model.
         layers: paths of its layers.
         record: values of the oracle.
     """
-    outputs = {name: llm.engine.outputs[name] for name in llm.engine.logits_outputs}
-    order = toposort(outputs.values())
+    encoded = [node for name, node in engine.outputs.items() if name.startswith(ENCODED)]
+    name = "hidden" if isinstance(engine, EncoderEngine) else "logits"
+    last = engine.outputs[name]
+    order = toposort([*encoded, last])
     cuts: list[tuple[str, Tensor, np.ndarray]] = []
     first = module_input(order, layers[0])
     if first is not None and layers[0] in record.read:
         cuts.append((EMBEDDING, first, record.read[layers[0]]))
     for path in layers:
-        if path in llm.engine.scope_values and path in record.returned:
-            cuts.append((path, llm.engine.scope_values[path], record.returned[path]))
-    cuts.append((LOGITS, outputs["logits"], record.logits))
+        if path in engine.scope_values and path in record.returned:
+            cuts.append((path, engine.scope_values[path], record.returned[path]))
+    cuts.append((name, last, record.logits))
     found, seen, before = [], set[Tensor](), ""
     for name, node, want in cuts:
         needed = toposort([node])

@@ -15,7 +15,6 @@ from ..errors import ConfigError, ModelFileError
 from ..graph.dtype import F32
 from ..graph.scopes import current_scope
 from ..graph.tensor import Meta, Tensor
-from ..model.batch import Batch, Limits
 from ..model.config import ModelConfig
 from ..model.config_keys import Keys
 from ..model.spec import ModelSpec
@@ -23,8 +22,8 @@ from ..tokenizer import Tokenizer
 from ..weights import Arrays, Weights
 from ..weights.mapped_file import TensorInfo
 from . import hf_oracle
-from .case import ValidatedDirectory
-from .oracle import FunctionOracle, OracleFunction
+from .case import ValidatedDirectory, build_graph
+from .oracle import FunctionOracle, OracleFunction, check_function
 from .oracle_record import Oracle
 
 _LAYERS = 512  # upper bound of the layers of a small model
@@ -44,12 +43,14 @@ def tiny_models(
     if not spec.tiny:
         raise ModelFileError(f"{spec.name}: has no TINY configurations to validate")
     function = function or spec.oracle
+    if function is not None:
+        check_function(spec)
     for variant in spec.tiny:
         config = {**spec.tiny[0], **variant}
         kind = config.pop("model_type", spec.name)
         if function is None:
             hf_oracle.require_transformers()
-            if hf_oracle.has_causal_lm(kind):
+            if hf_oracle.has_model(kind, spec):
                 yield from _of_transformers(spec, kind, config)
                 continue
         file = RandomModel(spec, {"model_type": kind, **config})
@@ -61,14 +62,14 @@ def _of_transformers(
 ) -> Iterator[tuple[Checkpoint, Oracle | None]]:
     """Yield a directory that transformers writes from a random model of its own."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(prefix="graphllm-") as folder, hf_oracle.quiet():
         try:
             # for_model modifies its arguments.
             made = AutoConfig.for_model(kind, **deepcopy(dict(config)))
-            model = AutoModelForCausalLM.from_config(
+            model = hf_oracle.model_class(spec).from_config(
                 made, dtype=torch.float32, **hf_oracle.EAGER_OPTIONS
             )
         except Exception as error:  # transformers raises many kinds
@@ -76,11 +77,9 @@ def _of_transformers(
             raise ConfigError(f"{spec.name}: TINY: transformers refuses it: {text}") from None
         _randomise(model)
         model.save_pretrained(folder)
-        source = f"{spec.name}.py: TINY"
-        yield (
-            ValidatedDirectory(Path(folder), spec, source),
-            hf_oracle.TransformersOracle(model.eval()),
-        )
+        file = ValidatedDirectory(Path(folder), spec, f"{spec.name}.py: TINY")
+        # A model with sinusoidal positions does not save them, so what it saves is loaded.
+        yield file, hf_oracle.TransformersOracle.load(file, spec)
 
 
 def _randomise(model: Any) -> None:
@@ -142,7 +141,7 @@ class RandomModel:
 
 
 def _weights(spec: ModelSpec, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Return random float32 arrays for all weights that the decoder asks for."""
+    """Return random float32 arrays for all weights that the model asks for."""
     made: dict[str, np.ndarray] = {}
     rng = np.random.default_rng(0)
 
@@ -157,8 +156,7 @@ def _weights(spec: ModelSpec, config: ModelConfig) -> dict[str, np.ndarray]:
                 made[path] = _random(rng, path, shape)
             return super().weight(name, *shape, root=root)
 
-    model = Asking(config, Made({}))
-    model.build(Batch(model.caches, Limits(context=64, kv_dtype="f32")))
+    build_graph(Asking(config, Made({})), 64)
     return made
 
 

@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 
 from ..errors import ModelFileError
+from ..model.batch import source_length
 from .oracle_record import AttentionRecord, OracleRecord, PathFilter
 
 _EAGER = "eager_attention_forward"  # its name in modelling files of transformers
@@ -55,12 +56,16 @@ class ModuleOracle:
                 if hasattr(home, _EAGER):
                     spy = _spy(record, paths, getattr(home, _EAGER))
                     stack.enter_context(mock.patch.object(home, _EAGER, spy))
-            record.logits = self._logits(self.forward(torch.tensor([list(ids)])), len(ids))
+            found = self.forward(torch.tensor([list(ids)]))
+            record.logits = self._logits(found, len(ids) - source_length(ids))
         return record
 
     def _logits(self, found: Any, tokens: int) -> np.ndarray:
-        """Extract logits [T, vocab] from the module's output; ModelFileError if there are none."""
-        found = getattr(found, "logits", found)
+        """Extract logits [T, vocab], or hidden states [T, dim], from the module's output.
+
+        ModelFileError if there are none.
+        """
+        found = getattr(found, "logits", getattr(found, "last_hidden_state", found))
         if isinstance(found, Mapping):
             found = found.get("logits")
         tensor = _tensor(found)

@@ -129,8 +129,8 @@ IMPORT_ORDER = (
     "quantize",  # writes GGUF files
     "loading",
     "quality",  # perplexity, divergence from another model
-    "embedding",  # encoders and pooling
     "profiler",
+    "embedding",  # encoders and pooling
     "api",
     "validation",
     "server",  # HTTP server

@@ -16,8 +16,8 @@ import graphllm
 from graphllm import models
 from graphllm.cli import app
 from graphllm.embedding import EmbeddingModel
-from graphllm.embedding.packing import pack
 from graphllm.embedding.pooling import POOLINGS
+from graphllm.engine.packing import pack
 from graphllm.errors import ConfigError, ModelFileError, RequestError
 
 RNG = np.random.default_rng(3)
@@ -72,9 +72,9 @@ def test_hidden_states_agree_with_transformers(written, device):
     with torch.no_grad():
         want = [oracle(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in SEQUENCES]
     with EmbeddingModel.load(folder, device=device) as model:
-        found = model._hidden(SEQUENCES)
+        found = model.engine.hidden(SEQUENCES)
         for first, count in ((0, 1), (1, 1), (1, 2), (5, 2)):
-            part = model._hidden(SEQUENCES[first : first + count])
+            part = model.engine.hidden(SEQUENCES[first : first + count])
             for own, whole in zip(part, found[first:]):
                 assert hf_models.distance(own, whole) <= (0 if device == "cpu" else 1e-4)
     assert len(found) == len(want) == 17
@@ -88,7 +88,7 @@ def test_embeddings_are_pooled_hidden_states(embedder):
     texts = ["the cat", "", "a b c d e f", "the"]
     ids = [model.encode(text) for text in texts]
     assert ids[0][0] == 2 and ids[0][-1] == 3 and ids[1] == [2, 3]
-    hidden = model._hidden(ids)
+    hidden = model.engine.hidden(ids)
     want = np.stack([rows[0] for rows in hidden])
     assert np.array_equal(model.embed(texts, normalize=False), want)
     lengths = np.sqrt((want.astype(np.float64) ** 2).sum(1, keepdims=True))
@@ -128,7 +128,9 @@ def test_dense_modules_and_fewer_columns(tmp_path, kind):
     with EmbeddingModel.load(tmp_path, device="cpu") as model:
         assert model.dim == 5
         texts = ["the cat", "a", "b c"]
-        pooled = [rows.mean(0) for rows in model._hidden([model.encode(text) for text in texts])]
+        pooled = [
+            rows.mean(0) for rows in model.engine.hidden([model.encode(text) for text in texts])
+        ]
         first = np.tanh(np.stack(pooled) @ layers[0]["linear.weight"].T + layers[0]["linear.bias"])
         want = np.maximum(first @ layers[1]["linear.weight"].T, 0)
         found = model.embed(texts, normalize=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,16 @@ from ... import backends as registry
 from ...backends import Options
 from ...checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ...compiler.fusion import ALL
+from ...engine.program import Program
 from ...errors import RequestError
 from ...graph import rewrite
 from ...graph.fused_op import decompose
 from ...graph.tensor import Tensor
-from ...loading.loaded_model import LoadedModel
 from ...ops import get
 from ...runtime.executor import Executor, Progress
 from ...terminal import escape_control
 from .deviation import Deviation, as_float64, deviation, error_bounds, shapes, tolerance
+from .models import Model, config_of, load_model, programs, sequence_of
 from .replay import (
     StepInputs,
     StepItem,
@@ -42,7 +43,6 @@ from .replay import (
 )
 
 PROMPT = "The capital of France is"
-Ranges = Mapping[str, tuple[int, int]]  # of Vars
 
 
 @dataclass(frozen=True)
@@ -180,25 +180,20 @@ def diff(
     first, second = _names(backends, fused, against is not None)
     tokens = _tokens(file, prompt, ids)
 
-    def opened(which: Checkpoint, rules: Sequence[str]) -> LoadedModel:
-        most = len(tokens) + 1
-        own: dict[str, Any] = {
-            "device": first,
-            "context": most,
-            "max_sequences": 1,
-            "no_fuse": rules,
-            "progress": progress,
-        }
-        return LoadedModel.load(which, **own, **loading)
+    def opened(which: Checkpoint, rules: Sequence[str]) -> Model:
+        own = {"device": first, "no_fuse": rules, "progress": progress, **loading}
+        return load_model(which, len(tokens), own)
 
     if against is not None:
         other = open_checkpoint(against)
         check_same_shape(file, other)
         a, b = opened(file, (ALL,)), opened(other, (ALL,))
         _check_same_config(a, b)
+        tokens = sequence_of(a, tokens)
         sides = f"{file.path} on {first}", f"{other.path}"
         return Diff(sides, tuple(tokens), tuple(_two_files(a, b, tokens)))
     llm = opened(file, no_fuse)
+    tokens = sequence_of(llm, tokens)
     # "float": the second side quantizes activations only where the plan of the first side does.
     options = Options("float", llm.executor.options.threads, (ALL,))
     oracle = ReferenceExecutors(llm, registry.fallbacks(second), options, progress)
@@ -238,39 +233,31 @@ class ReferenceExecutors:
     """Makes executors of the second side, which share the weights of the first."""
 
     def __init__(
-        self, llm: LoadedModel, names: Sequence[str], options: Options, progress: Progress | None
+        self, llm: Model, names: Sequence[str], options: Options, progress: Progress | None
     ) -> None:
         self.llm, self.names, self.options, self.progress = llm, names, options, progress
 
     def executor(self) -> Executor:
         """Return a new executor."""
-        weights = self.llm.decoder.weights
+        weights = self.llm.executor.weights
         return Executor(weights, self.names, self.options, progress=self.progress)
 
 
-def _one_file(
-    llm: LoadedModel, oracle: ReferenceExecutors, tokens: Sequence[int]
-) -> Iterator[DiffRow]:
-    ranges, run = _run(llm, tokens)
-    plan = llm.executor.compile(
-        {n: llm.engine.outputs[n] for n in llm.engine.logits_outputs}, ranges
-    )
-    found = step_items(plan)
-    chained, chain = decomposed(found), oracle.executor()
-    for group in group_items(found, run.env):
-        have = run_instrumented(llm.executor, plan, group, run)
-        isolated_run = run_isolated(oracle.executor(), group, run, have)
-        wanted = {name: chained[name] for item in group for name in item.names}
-        cumulative_run = run_cumulative(chain, wanted, run)
-        for item in group:
-            yield from _rows(item, run, have, isolated_run, cumulative_run)
-
-
-def _run(llm: LoadedModel, tokens: Sequence[int]) -> tuple[Ranges, StepInputs]:
-    llm.check_ids(tokens)
-    with llm.engine.evaluation(tokens) as sequence:
-        ranges, feeds, env = sequence.single_step(tokens)
-    return ranges, StepInputs(feeds, env)
+def _one_file(llm: Model, oracle: ReferenceExecutors, tokens: Sequence[int]) -> Iterator[DiffRow]:
+    before = oracle.executor()
+    for program, run in programs(llm, tokens):
+        own = replace(run, state={name: before.get_state(name) for name in run.state})
+        before = chain = oracle.executor()  # inputs have other bounds in another program
+        plan = llm.executor.compile(program.outputs, program.bounds)
+        found = step_items(plan)
+        chained = decomposed(found)
+        for group in group_items(found, run.env):
+            have = run_instrumented(llm.executor, plan, group, run)
+            isolated_run = run_isolated(oracle.executor(), group, run, have)
+            wanted = {name: chained[name] for item in group for name in item.names}
+            cumulative_run = run_cumulative(chain, wanted, own)
+            for item in group:
+                yield from _rows(item, run, have, isolated_run, cumulative_run)
 
 
 def _rows(
@@ -295,7 +282,7 @@ def _rows(
         within = error_bounds(item.step, meta.dtype).allow(isolated or cumulative)
         yield DiffRow(
             item.index, node.op, _parts(node), node.scope, node.origin, item.step.backend.name,
-            item.step.kernel.name, tuple(shapes(node.src, run.env)), str(meta), tol,
+            item.step.kernel.name, tuple(shapes(node.src, dict(run.env))), str(meta), tol,
             isolated, cumulative, not within,
         )  # fmt: skip
 
@@ -319,28 +306,39 @@ def check_same_shape(file: Checkpoint, other: Checkpoint) -> None:
             raise RequestError(f"{other.path}: tensor {name!r} is {a}, but {b} in {file.path}")
 
 
-def _check_same_config(llm: LoadedModel, other: LoadedModel) -> None:
-    a, b = llm.decoder.cfg, other.decoder.cfg
+def _check_same_config(llm: Model, other: Model) -> None:
+    a, b = config_of(llm), config_of(other)
     for field in fields(a):
         if getattr(a, field.name) != getattr(b, field.name):
             raise RequestError(f"{other.file.path}: {field.name} differs from {llm.file.path}")
 
 
-def _two_files(llm: LoadedModel, other: LoadedModel, tokens: Sequence[int]) -> Iterator[DiffRow]:
+def _two_files(llm: Model, other: Model, tokens: Sequence[int]) -> Iterator[DiffRow]:
     """Yield rows for the ops that both graphs have at the same site."""
-    (ranges, run), (_, run_other) = _run(llm, tokens), _run(other, tokens)
-    mine, theirs = _sites(llm), _sites(other)
-    pairs = [(node, theirs[site]) for site, node in mine.items() if site in theirs]
-    plan = llm.executor.compile({_name(i): node for i, (node, _) in enumerate(pairs)}, ranges)
+    for (program, run), (theirs, run_other) in zip(
+        programs(llm, tokens), programs(other, tokens), strict=True
+    ):
+        yield from _twoprograms((llm, program, run), (other, theirs, run_other))
+
+
+_Side = tuple["Model", Program, StepInputs]
+
+
+def _twoprograms(mine: _Side, theirs: _Side) -> Iterator[DiffRow]:
+    (llm, program, run), (_, other_program, _) = mine, theirs
+    sites, others = _sites(program), _sites(other_program)
+    pairs = [(node, others[site]) for site, node in sites.items() if site in others]
+    outputs = {_name(i): node for i, (node, _) in enumerate(pairs)}
+    plan = llm.executor.compile(outputs, program.bounds)
     steps = {step.node: step for step in plan.steps}
     nodes = [plan.outputs[_name(i)] for i in range(len(pairs))]
     found = [StepItem(i, steps[node], (node,)) for i, node in enumerate(nodes)]
     for group in group_items(found, run.env):
         both = [
             run_cumulative(
-                side.executor, {_name(i.index): pairs[i.index][k] for i in group}, r, ranges
+                side.executor, {_name(i.index): pairs[i.index][k] for i in group}, own, each.bounds
             )
-            for k, (side, r) in enumerate(((llm, run), (other, run_other)))
+            for k, (side, each, own) in enumerate((mine, theirs))
         ]
         for item in group:
             yield from _rows(item, run, both[0], None, both[1])
@@ -350,12 +348,11 @@ def _name(index: int) -> str:
     return result_name(index, 0)
 
 
-def _sites(llm: LoadedModel) -> dict[tuple[str, str, int], Tensor]:
-    """Return the ops of the graph by (scope, op, number of equal ones before)."""
-    outputs = {name: llm.engine.outputs[name] for name in llm.engine.logits_outputs}
+def _sites(program: Program) -> dict[tuple[str, str, int], Tensor]:
+    """Return the ops of a program by (scope, op, number of equal ones before)."""
     found: dict[tuple[str, str, int], Tensor] = {}
     seen: Counter[tuple[str, str]] = Counter()
-    for node in rewrite.toposort(rewrite.merge(outputs).values()):
+    for node in rewrite.toposort(rewrite.merge(dict(program.outputs)).values()):
         if not node.is_leaf and not node.is_view:
             like = node.scope, node.op
             site = node.scope, node.op, seen[like]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from ...compiler import fusion
 from ...compiler.plan import LAYOUT, TRANSFER, Plan, Step
 from ...graph.fused_op import results
-from ...graph.rewrite import toposort
+from ...graph.rewrite import root, toposort
 from ...graph.tensor import INPUT, STATE, Meta, Tensor, scope
 from ...ops import get, role
 from ...runtime.executor import Executor
@@ -23,10 +23,14 @@ Values = dict[str, np.ndarray]
 
 @dataclass
 class StepInputs:
-    """Inputs of one step of a model: feeds and values of the Vars."""
+    """Inputs of one step of a model: feeds, values of the Vars, and states as they are before it.
+
+    ``state``: only what earlier steps have written; other states are zero.
+    """
 
     feeds: Mapping[str, np.ndarray]
-    env: dict[str, int]
+    env: Mapping[str, int]
+    state: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def run_isolated(
 ) -> Values:
     """Run the steps in ``group`` on another executor, each from the first side's operands.
 
-    States that a step writes are zero initially, as on the first side.
+    States that a step writes are initially as on the first side.
 
     Args:
         executor: executor of the second side.
@@ -145,7 +149,19 @@ def run_isolated(
         )
         outputs |= dict(zip(item.names, made))
     read = {item.operand(i): values[item.operand(i)] for item in group for i in item.read}
-    return executor.run(executor.compile(outputs), {**run.feeds, **read}, run.env)
+    own = StepInputs({**run.feeds, **read}, run.env, _states(group, run.state))
+    return run_cumulative(executor, outputs, own)
+
+
+def _states(group: Sequence[StepItem], state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return ``state`` and those that the steps in ``group`` write, by their names as stand-ins."""
+    found = dict(state)
+    for item in group:
+        for index in get(item.step.node.op).written(item.step.node):
+            source = item.step.node.src[index]
+            if source is not None and (leaf := root(source)).op == STATE and leaf.name in state:
+                found[item.operand(index)] = state[leaf.name]
+    return found
 
 
 def _stand_in(item: StepItem, index: int) -> Tensor | None:
@@ -238,4 +254,9 @@ def run_cumulative(
         run: inputs of the graph.
         bounds: ranges of the Vars; None for those of the graph.
     """
-    return executor.run(executor.compile(outputs, bounds), run.feeds, run.env)
+    plan = executor.compile(outputs, bounds)
+    executor.bind(plan)
+    for name, value in run.state.items():
+        if name in plan.leaves:
+            executor.set_state(name, value)
+    return executor.run(plan, run.feeds, run.env)
