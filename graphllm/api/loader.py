@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.checkpoint import Checkpoint, checkpoint_path
 from ..errors import GraphllmError
-from ..loading.loaded_encoder import encoder_arguments, task_of
 from .llm import LLM
 
 if TYPE_CHECKING:
@@ -43,13 +42,18 @@ def _load_encoder(
     model: str | Path | Checkpoint, config: Mapping[str, Any], folder: Path,
     options: Mapping[str, Any],
 ) -> EncoderModel:  # fmt: skip
+    from ..loading.loaded_encoder import encoder_arguments
+
     kind = _encoder_class(config, folder)
     encoder_arguments(options, {})
     return kind.load(model, **options)
 
 
 def encoder_config(model: str | Path | Checkpoint) -> Path | None:
-    """Return the path of config.json if ``model`` is a directory of an encoder that is built in."""
+    """Return the path of config.json if ``model`` is a directory of an encoder that is built in.
+
+    A decoder in a directory of sentence-transformers counts as one.
+    """
     if not isinstance(model, (str, os.PathLike)):
         return None
     try:
@@ -60,8 +64,10 @@ def encoder_config(model: str | Path | Checkpoint) -> Path | None:
         from ..checkpoints.hf_directory import read_json
 
         kind = read_json(path / "config.json").get("model_type")
-        encoder = isinstance(kind, str) and models.spec_of_model_type(kind, path).is_encoder
-        return path / "config.json" if encoder else None
+        spec = models.spec_of_model_type(kind, path) if isinstance(kind, str) else None
+        pooled = (path / "modules.json").is_file()
+        embeds = spec is not None and (spec.is_encoder or (spec.is_decoder and pooled))
+        return path / "config.json" if embeds else None
     except GraphllmError:
         return None  # LLM.load says what is wrong
 
@@ -69,6 +75,7 @@ def encoder_config(model: str | Path | Checkpoint) -> Path | None:
 def _encoder_class(config: Mapping[str, Any], folder: Path) -> type[EncoderModel]:
     """Return the class for an encoder with this configuration; ``folder``: that of its files."""
     from .. import embedding
+    from ..loading.loaded_encoder import task_of
 
     classes = (
         embedding.SequenceClassifier, embedding.TokenClassifier, embedding.MaskedLanguageModel

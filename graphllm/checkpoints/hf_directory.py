@@ -15,7 +15,7 @@ from ..weights import NamedWeights, Weights
 from ..weights.mapped_file import TensorInfo
 from ..weights.safetensors import Safetensors
 from ..weights.strict_json import json_object
-from ..weights.weight_rules import UNUSED_BUFFERS
+from ..weights.weight_rules import UNUSED_BUFFERS, optional_prefix
 from . import published
 
 if TYPE_CHECKING:
@@ -109,6 +109,13 @@ class HfCheckpoint:
     def weights(self, spec: ModelSpec, config: ModelConfig) -> Weights:
         """See `Checkpoint.weights`. ModelFileError if a tied head is not the embedding."""
         rules, n = (*UNUSED_BUFFERS, *spec.hf_rules(config)), config.names
+        if spec.is_decoder and f"{n.embed}.weight" in self.tensors and n.model:
+            if spec.hf:
+                raise ModelFileError(
+                    f"{self.path}: tensor names of {spec.name} without the prefix {quote(n.model)} "
+                    "are not supported"
+                )
+            rules = (*rules, *optional_prefix(n.model, n.head))
         weights = NamedWeights(self.file, rules, strict=False)
         head = f"{n.head}.weight"
         if config.tied and head in weights.names():

@@ -11,6 +11,7 @@ import numpy as np
 from ..arguments import Integer, OneOf, Optional, Rule, check, flag, quote
 from ..checkpoints.checkpoint import Checkpoint
 from ..errors import ModelFileError, RequestError
+from ..model.decoder import Decoder
 from ..model.encoder import Encoder
 from .encoder_model import TRUNCATE, EncoderModel, checked_texts
 from .pooling import POOLINGS, normalize, pool
@@ -34,7 +35,7 @@ class EmbeddingModel(EncoderModel):
     def __init__(
         self,
         file: Checkpoint,
-        encoder: Encoder,
+        encoder: Encoder | Decoder,
         executor_options: Mapping[str, Any],
         owns_file: bool = False,
     ) -> None:
@@ -57,7 +58,7 @@ class EmbeddingModel(EncoderModel):
 
     def embed(  # type: ignore[override]
         self,
-        texts: str | Sequence[str],
+        texts: str | Sequence[str] | Sequence[Sequence[int]],
         *,
         normalize: bool = True,
         pooling: str | None = None,
@@ -72,7 +73,8 @@ class EmbeddingModel(EncoderModel):
         does not depend on the other texts. A text without tokens has an embedding of zeros.
 
         Args:
-            texts: the texts; a single string counts as a list of one.
+            texts: the texts; a single string counts as a list of one. Or token ids of each text, as
+                `tokens` returns them; they get no prompt.
             normalize: whether to scale each embedding to length one.
             pooling: cls, max, mean, mean_sqrt_len_tokens, weightedmean or lasttoken; that of the
                 directory by default, mean if it states none.
@@ -91,8 +93,7 @@ class EmbeddingModel(EncoderModel):
         own = check(_RULES, {**given, "truncate_dim": truncate_dim})
         names = (own["pooling"],) if own["pooling"] else self.settings.pooling
         width = self._width(names, truncate_dim)
-        before = self._prompt(prompt)
-        encoded = [self.encode(before + text) for text in checked_texts(texts)]
+        encoded = self.given_ids(texts) or self.tokens(texts, prompt)  # type: ignore[arg-type]
 
         def vector(index: int, hidden: np.ndarray) -> np.ndarray:
             vector = self._vector(hidden, names)[:width]
@@ -100,6 +101,14 @@ class EmbeddingModel(EncoderModel):
 
         vectors = self._map(vector, self._truncated(encoded, truncate), progress=progress)
         return np.stack(vectors) if vectors else np.zeros((0, width), np.float32)
+
+    def tokens(self, texts: str | Sequence[str], prompt: str | None = None) -> list[list[int]]:
+        """Return the token ids of texts, with prompt and special tokens, not truncated.
+
+        ``prompt``: see `embed`. RequestError: unknown prompt.
+        """
+        before = self._prompt(prompt)
+        return [self.encode(before + text) for text in checked_texts(texts)]
 
     def _vector(self, hidden: np.ndarray, pooling: Sequence[str]) -> np.ndarray:
         """Return the vector of a text with hidden states [tokens, dim], not normalised."""

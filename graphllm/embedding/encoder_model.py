@@ -27,6 +27,7 @@ from ..engine.packing import pack
 from ..engine.trace import Patch, Tracer
 from ..errors import RequestError
 from ..loading.loaded_encoder import LoadedEncoder, task_of
+from ..model.decoder import Decoder
 from ..model.encoder import Encoder
 from ..model.encoder_config import MASKED_LM, SEQUENCE, TOKEN
 from ..model.spec import ModelSpec
@@ -93,7 +94,7 @@ class EncoderModel(LoadedEncoder):
     def __init__(
         self,
         file: Checkpoint,
-        encoder: Encoder,
+        encoder: Encoder | Decoder,
         executor_options: Mapping[str, Any],
         owns_file: bool = False,
     ) -> None:
@@ -122,7 +123,8 @@ class EncoderModel(LoadedEncoder):
 
         An embedding model may have any head that computes tokens, which is left out.
         """
-        if not spec.is_encoder:
+        pooled = not cls.task and (file.path / "modules.json").is_file()
+        if not spec.is_encoder and not (spec.is_decoder and pooled):
             raise RequestError(f"{file.path}: {spec.name} is a decoder, not {USES[cls.task][0]}")
         task = task_of(file.metadata)
         allowed = {"": (task,) if task not in (SEQUENCE, TOKEN) else (), MASKED_LM: _LM_TASKS}
@@ -142,6 +144,19 @@ class EncoderModel(LoadedEncoder):
         """Return the token ids of a text, special tokens included, not truncated."""
         text = text.lower() if self.settings.lowercase else text
         return self.tokenizer.encode(text, add_special=True)
+
+    def given_ids(self, texts: Any) -> list[list[int]]:
+        """Return the token ids of texts that are given as such; empty for other texts.
+
+        RequestError: an id is not in the vocabulary.
+        """
+        if not isinstance(texts, (list, tuple)) or not texts or isinstance(texts[0], str):
+            return []
+        if not all(isinstance(ids, (list, tuple)) for ids in texts):
+            raise invalid_argument("texts", texts, "texts, or token ids of each text")
+        for ids in texts:
+            self.check_ids(ids)
+        return [list(ids) for ids in texts]
 
     def _truncated(self, sequences: Sequence[list[int]], truncate: bool) -> list[list[int]]:
         """Return sequences of at most `max_length` tokens, each with its last special tokens."""
@@ -253,9 +268,7 @@ class EncoderModel(LoadedEncoder):
         from ..profiler.capture import profile_encoder
 
         own = check({"repeat": Integer(1), "show": function}, {"repeat": repeat, "show": show})
-        ids = _token_ids(texts)
-        for each in ids:
-            self.check_ids(each)
+        ids = self.given_ids(texts)
         given = [] if ids else checked_texts(texts)  # type: ignore[arg-type]
 
         def sequences() -> list[list[int]]:
@@ -289,12 +302,6 @@ def checked_texts(texts: str | Sequence[str], name: str = "texts") -> list[str]:
     if not isinstance(found, Sequence) or not all(isinstance(text, str) for text in found):
         raise invalid_argument(name, texts, "a string or a sequence of strings")
     return list(found)
-
-
-def _token_ids(texts: Any) -> list[list[int]]:
-    """Return the token ids of texts that are given as such; empty for other texts."""
-    given = isinstance(texts, (list, tuple)) and texts and isinstance(texts[0], (list, tuple))
-    return [list(ids) for ids in texts] if given else []
 
 
 def _special_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..arguments import Integer, Optional, check, invalid_argument
 from ..errors import ConfigError, RequestError, quote
+from ..model.encoder import Encoder
 from ..model.encoder_config import SEQUENCE
 from .encoder_model import TRUNCATE, EncoderModel, checked_texts
 from .labels import sigmoid, softmax
@@ -39,6 +40,7 @@ class SequenceClassifier(EncoderModel):
 
     @cached_property
     def _pairs(self) -> PairTemplate:
+        assert isinstance(self.encoder, Encoder)
         return PairTemplate(self.tokenizer, self.encoder.cfg.token_types)
 
     def rerank(  # type: ignore[override]
@@ -140,6 +142,7 @@ class SequenceClassifier(EncoderModel):
         return self._logits(np.concatenate([np.zeros((0, self.encoder.cfg.dim)), *rows]))
 
     def _head_rows(self, hidden: np.ndarray) -> np.ndarray:
+        assert isinstance(self.encoder, Encoder)
         head = self.encoder.cfg.head
         assert head is not None
         return pool(hidden, (head.pooling,))[None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from ..compiler.plan import Plan
 from ..errors import RequestError
 from ..graph.rewrite import toposort
 from ..graph.scopes import record_scope_values
+from ..graph.tensor import Tensor
 from ..model.encoder import Encoder, EncoderBatch
 from ..runtime.executor import Executor
 from ..runtime.recorder import Recorder
@@ -41,10 +42,16 @@ class EncoderEngine:
 
     def __init__(self, encoder: Encoder, executor: Executor, tokens: int) -> None:
         """Build and place the graph; ``tokens``: maximum number of tokens of a batch."""
-        self.executor, self.limits = executor, EncoderLimits(tokens)
         self._first_position = encoder.cfg.position_offset
+        batch = EncoderBatch(tokens, tokens, HEAD_ROWS)
+        self._place(executor, tokens, lambda: encoder.build(batch))
+
+    def _place(
+        self, executor: Executor, tokens: int, build: Callable[[], dict[str, Tensor]]
+    ) -> None:
+        self.executor, self.limits = executor, EncoderLimits(tokens)
         with record_scope_values() as values:
-            self.outputs = encoder.build(EncoderBatch(tokens, tokens, HEAD_ROWS))
+            self.outputs = build()
         used = set(toposort([self.outputs["hidden"]]))
         self.scope_values = {scope: node for scope, node in values.items() if node in used}
         self.recorder: Recorder | None = None

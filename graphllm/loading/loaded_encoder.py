@@ -17,9 +17,17 @@ from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..engine.encoder_engine import EncoderEngine
 from ..errors import ModelFileError, RequestError
 from ..model.config import EncoderConfig
+from ..model.decoder import Decoder
 from ..model.encoder import Encoder
 from ..runtime.executor import Executor, Progress
-from .load import RULES, backend_options, build_model, executor_arguments, model_spec
+from .load import (
+    DEFAULT_CONTEXT,
+    RULES,
+    backend_options,
+    build_model,
+    executor_arguments,
+    model_spec,
+)
 
 if TYPE_CHECKING:
     from ..model.spec import ModelSpec
@@ -63,7 +71,7 @@ class LoadedEncoder:
     Attributes:
         task: end of the name of transformers' class with the same head; empty for no head.
         file: the model file.
-        encoder: the model over the weights of the file.
+        encoder: the model over the weights of the file; a decoder whose texts are embedded, too.
         executor: runs the model's plans.
         engine: runs batches.
         max_length: maximum number of tokens of a text, special tokens included.
@@ -75,7 +83,7 @@ class LoadedEncoder:
     def __init__(
         self,
         file: Checkpoint,
-        encoder: Encoder,
+        encoder: Encoder | Decoder,
         executor_options: Mapping[str, Any],
         owns_file: bool = False,
     ) -> None:
@@ -83,7 +91,7 @@ class LoadedEncoder:
 
         Args:
             file: the model file.
-            encoder: encoder over the weights of the file.
+            encoder: encoder, or decoder for embeddings, over the weights of the file.
             executor_options: keyword arguments of `Executor`.
             owns_file: whether `close` closes the file, too.
 
@@ -93,12 +101,22 @@ class LoadedEncoder:
         self.file, self.encoder = file, encoder
         self._owns_file, self._lock, self._closed = owns_file, threading.RLock(), False
         self._check_vocabulary()
-        self.max_length = min(encoder.cfg.context, self._maximum_length())
+        most = encoder.cfg.context
+        if isinstance(encoder, Decoder):
+            most = min(most, DEFAULT_CONTEXT)  # a step computes, and caches, a whole text
+        self.max_length = min(most, self._maximum_length())
         self.executor = Executor(encoder.weights, **executor_options)
         self._budget = max(BATCH_TOKENS, self.max_length)
-        self.engine = EncoderEngine(encoder, self.executor, self._budget)
+        self.engine = self._make_engine()
         self.engine.prepare()
         self.load_s = 0.0
+
+    def _make_engine(self) -> EncoderEngine:
+        if isinstance(self.encoder, Encoder):
+            return EncoderEngine(self.encoder, self.executor, self._budget)
+        from ..engine.decoder_states import DecoderStates
+
+        return DecoderStates(self.encoder, self.executor, self._budget)
 
     def _maximum_length(self) -> int:
         """Return the maximum number of tokens of a text that the file states."""
@@ -168,7 +186,6 @@ class LoadedEncoder:
         cls._check(file, spec)
         head = cls._head(file, spec)
         encoder = build_model(file, spec, type, executor["backends"], options, head)
-        assert isinstance(encoder, Encoder)
         found = cls(file, encoder, executor, file is not model)
         found.load_s = time.perf_counter() - start
         return found

@@ -109,17 +109,34 @@ class Decoder(DecoderBlocks):
             ModelFileError: A weight is missing, has another shape, or is not used.
             RequestError: The KV cache dtype does not fit the head size.
         """
+        hidden = self._start(batch)
+        logits = self.head(ops.gather_rows(hidden, batch.rows))
+        self._check_used(set())
+        outputs = {"logits": logits, "hidden": hidden}
+        return {**outputs, **{f"kv.{name}": pool for name, pool in self.pools.items()}}
+
+    def build_states(self, batch: Batch) -> Tensor:
+        """Return the hidden states [T, dim] after the final norm; the output head is left out.
+
+        Raises:
+            ModelFileError, RequestError: As for `build`.
+        """
+        hidden = self.final_norm(self._start(batch))
+        self._check_used({f"{self.cfg.names.head}.weight"})
+        return hidden
+
+    def _start(self, batch: Batch) -> Tensor:
         self.check_cache(batch.limits)
         self._group = {i: c for c in self.caches for i in c.layers}
         self.pools: dict[str, Tensor] = {}
-        hidden = self.forward(batch)
-        logits = self.head(ops.gather_rows(hidden, batch.rows))
-        optional = set().union(*(e.rope.factor_weights for e in self.cfg.layers if e.rope))
+        return self.forward(batch)
+
+    def _check_used(self, left_out: set[str]) -> None:
+        """Raise UnusedTensors unless the graph uses all weights but those in ``left_out``."""
+        optional = left_out.union(*(e.rope.factor_weights for e in self.cfg.layers if e.rope))
         unused = sorted(set(self.weights.names()) - self.used - optional)
         if unused:
             raise UnusedTensors(unused)
-        outputs = {"logits": logits, "hidden": hidden}
-        return {**outputs, **{f"kv.{name}": pool for name, pool in self.pools.items()}}
 
     def check_cache(self, limits: Limits) -> None:
         """Raise RequestError if the KV cache dtype does not fit the head size."""
@@ -200,11 +217,16 @@ class Decoder(DecoderBlocks):
         """Apply the mixture of experts: x [T, dim] -> [T, dim]."""
         return moe_mlp(self, x)
 
+    def final_norm(self, x: Tensor) -> Tensor:
+        """Apply the final norm: x [N, dim] -> [N, dim]."""
+        with scope(self.cfg.names.model):
+            return self.norm(x, self.cfg.names.norm)
+
     def head(self, x: Tensor) -> Tensor:
         """Apply the final norm and the output head: x [N, dim] -> logits [N, vocab]."""
         c, n = self.cfg, self.cfg.names
+        x = self.final_norm(x)
         with scope(n.model):
-            x = self.norm(x, n.norm)
             if c.tied:
                 with scope(n.embed):
                     w = self.weight("weight", c.vocab, c.dim)

@@ -138,8 +138,9 @@ class Embeddings(EncoderEndpoint):
 
     def _compute(self, texts: Sequence[str], form: str) -> bytes:
         """Return the body of the response."""
-        tokens = sum(len(self._model.encode(text)) for text in texts)
-        vectors = self._model.embed(list(texts), truncate=False)
+        ids = self._model.tokens(texts)
+        tokens = sum(map(len, ids))
+        vectors = self._model.embed(ids, truncate=False)
         data = [
             {
                 "object": "embedding",

@@ -151,9 +151,10 @@ class Case:
         """Number of tokens of the source of an encoder-decoder, otherwise 0."""
         return source_length(self.ids)
 
-    def compute(self, ids: list[int]) -> np.ndarray:
-        """Return the logits [T, vocab] of a sequence; the hidden states [T, dim] of an encoder."""
-        model = self.model
+    def compute(self) -> np.ndarray:
+        """Return the logits [T, vocab] of the ids; the hidden states [T, dim] of an encoder."""
+        model = self.model  # loading it chooses the ids
+        ids = self.ids
         if isinstance(model, LoadedEncoder):
             return model.engine.hidden([ids])[0]
         with model.engine.lock.hold("validate"), model.engine.evaluation(ids) as evaluation:

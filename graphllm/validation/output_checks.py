@@ -30,7 +30,7 @@ def hidden(case: Case) -> Check:
 
 
 def _outputs_check(name: str, case: Case) -> Check:
-    have, want = case.compute(case.ids), case.record.logits
+    have, want = case.compute(), case.record.logits
     if have.shape != want.shape:
         text = f"shape {list(have.shape)}, expected {list(want.shape)}"
         return Check(name, FAILED, text)
@@ -78,7 +78,7 @@ def perplexity(case: Case) -> Check:
     scored = case.ids[case.source :] if case.source else case.ids[: case.tokens]
     have, want = (
         _perplexity(each[: len(scored)], scored)
-        for each in (case.compute(case.ids), case.record.logits)
+        for each in (case.compute(), case.record.logits)
     )
     limit = PERPLEXITY[not case.exact]
     off = abs(have / want - 1)
@@ -101,7 +101,7 @@ def _perplexity(logits: np.ndarray, ids: list[int]) -> float:
 
 def steps(case: Case) -> Check:
     """Check that decoding token by token gives the logits of one prefill."""
-    whole = case.compute(case.ids)
+    whole = case.compute()
     with case.decoder_engine.evaluation(case.ids) as sequence:
         if case.source:
             sequence.encode(case.ids[: case.source])
@@ -113,7 +113,7 @@ def steps(case: Case) -> Check:
 def batches(case: Case) -> Check:
     """Check that an encoder computes a sequence the same way alone and among others."""
     assert isinstance(case.engine, EncoderEngine)
-    alone, others = case.compute(case.ids), [case.ids[:1], case.ids[: len(case.ids) // 2 + 1]]
+    alone, others = case.compute(), [case.ids[:1], case.ids[: len(case.ids) // 2 + 1]]
     batch = [others[0], case.ids, others[1]][: max(1, case.engine.limits.tokens // len(case.ids))]
     found = case.engine.hidden(batch)[batch.index(case.ids)]
     return _logits_check("batches", case, found, alone, "the sequence alone")

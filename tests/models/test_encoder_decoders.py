@@ -327,5 +327,3 @@ def test_the_commands_and_the_code_of_the_page(translators, capsys):
         assert done.exit_code == 0 and "station" not in done.stdout, done.output
     wrong = CliRunner().invoke(app, shlex.split(commands[1].replace("fra_Latn", "fra"))[1:])
     assert "target_lang = 'fra' is not one of" in str(wrong.exception)
-    demo = CliRunner().invoke(app, ["perplexity", "nllb", "-f", str(DOCS / "encoders.md")])
-    assert "not supported for encoder-decoders" in str(demo.exception)
