@@ -77,8 +77,7 @@ def perplexity(case: Case) -> Check:
     """Compare the perplexity of the text; that of the target of an encoder-decoder."""
     scored = case.ids[case.source :] if case.source else case.ids[: case.tokens]
     have, want = (
-        _perplexity(each[: len(scored)], scored)
-        for each in (case.compute(), case.record.logits)
+        _perplexity(each[: len(scored)], scored) for each in (case.compute(), case.record.logits)
     )
     limit = PERPLEXITY[not case.exact]
     off = abs(have / want - 1)
