@@ -1,9 +1,11 @@
-"""Files that get their name when they are complete."""
+"""Files and directories that get their name when they are complete."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -11,6 +13,7 @@ from typing import BinaryIO
 from .errors import RequestError
 
 _NAME = 200  # bytes of a file's name that the name of its temporary file repeats
+_CURRENT_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 class AtomicFile:
@@ -32,8 +35,7 @@ class AtomicFile:
         check_output(path, replace)
         self.path, self._replace = path, replace
         self._target = path.resolve()
-        hidden = f".{self._target.name[:_NAME]}.{secrets.token_hex(4)}.part"
-        self._part = self._target.with_name(hidden)
+        self._part = _temporary(self._target)
         self._file: BinaryIO
         self.nbytes = 0  # written so far
 
@@ -81,11 +83,7 @@ class AtomicFile:
                 check_output(self.path, replace=False)
                 os.replace(self._part, self._target)
         with suppress(OSError):  # some file systems do not support this
-            folder = os.open(self._target.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            _flush(self._target.parent)
 
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, error.strerror, str(self.path))
@@ -102,4 +100,100 @@ def check_output(path: Path, replace: bool) -> None:
             raise RequestError(f"{path}: exists already", "force")
 
 
-__all__ = ["AtomicFile", "check_output"]
+class AtomicDirectory:
+    """A directory that is written under a hidden name beside its own; a context manager.
+
+    Entering it returns the hidden directory. At the end of the block its files are flushed to the
+    disk and it gets its name; after an error it is removed, and an existing directory stays as it
+    was. A symbolic link stays one. On file systems that cannot exchange two names (Linux'
+    ``renameat2``), replacing takes two renames.
+
+    Args:
+        path: the directory.
+        replace: whether an existing directory may be replaced.
+
+    Raises:
+        RequestError: the path exists and may not be replaced.
+        OSError: it cannot be written; ``filename`` is in ``path``.
+    """
+
+    def __init__(self, path: Path, replace: bool) -> None:
+        check_output_directory(path, replace)
+        self.path, self._replace = path, replace
+        self._target = path.resolve()
+        self._part = _temporary(self._target)
+
+    def __enter__(self) -> Path:
+        try:
+            self._part.mkdir()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+        return self._part
+
+    def __exit__(self, kind: object, failure: object, trace: object) -> None:
+        try:
+            if kind is None:
+                for folder, _, files in os.walk(self._part, topdown=False):
+                    for name in (*files, "."):
+                        _flush(Path(folder, name))
+                self._publish()
+                with suppress(OSError):  # some file systems do not support this
+                    _flush(self._target.parent)
+        except OSError as error:
+            raise self._named(error) from None
+        finally:
+            shutil.rmtree(self._part, ignore_errors=True)
+        if isinstance(failure, OSError) and self._part.name in str(failure.filename):
+            raise self._named(failure) from None
+
+    def _publish(self) -> None:
+        """Rename the directory; afterwards the temporary name is free, or that of the old one."""
+        check_output_directory(self.path, self._replace)
+        if not self._target.exists():
+            os.rename(self._part, self._target)
+        elif not _exchange(self._part, self._target):
+            old = _temporary(self._target)
+            os.rename(self._target, old)
+            os.rename(self._part, self._target)
+            os.rename(old, self._part)
+
+    def _named(self, error: OSError) -> OSError:
+        """The error with the name that the file would have got."""
+        name = str(error.filename or self.path).replace(self._part.name, self._target.name)
+        return OSError(error.errno, error.strerror, name)
+
+
+def check_output_directory(path: Path, replace: bool) -> None:
+    """Raise RequestError unless ``path`` is free, or a directory that may be replaced."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise RequestError(f"{path}: is no directory")
+    if not replace:
+        raise RequestError(f"{path}: exists already", "force")
+
+
+def _temporary(target: Path) -> Path:
+    """Return a hidden name that is free beside ``target``."""
+    return target.with_name(f".{target.name[:_NAME]}.{secrets.token_hex(4)}.part")
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchange the names of two directories in one step; return whether the system can."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(a), os.fsencode(b)
+    return rename is not None and not rename(
+        _CURRENT_FOLDER, names[0], _CURRENT_FOLDER, names[1], _EXCHANGE
+    )
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file or a directory is on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+__all__ = ["AtomicDirectory", "AtomicFile", "check_output", "check_output_directory"]

@@ -1,8 +1,9 @@
-"""The verb ``quantize``: write a model as a GGUF file of another type."""
+"""The verb ``quantize``: write a model as a GGUF file, or a directory, of another type."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ _KIND = "q4_k_m"  # default of --type
 
 @dataclass
 class Calibration:
-    """The importance matrix: a file, or from a run of the model over a text; search for formats."""
+    """What a run of the model over a text tells, or a file of it; search for formats."""
 
     imatrix: Annotated[
         Path | None,
@@ -33,8 +34,8 @@ class Calibration:
         Option(
             "--calibrate",
             metavar="FILE",
-            help="Text to run the model on, to collect the importance matrix; - reads standard "
-            "input.",
+            help="Text to run the model on, to collect the importance matrix, or statistics for "
+            "SmoothQuant (w8a8); - reads standard input.",
             show_default=False,
         ),
     ] = None
@@ -67,10 +68,8 @@ class Calibration:
     ] = None
     device: Device = "auto"
 
-    def check(self, model: str, model_output: Path, force: bool) -> None:
-        """Raise RequestError if options do not fit together, or an output exists."""
-        from ..atomic_file import check_output
-
+    def check_flags(self) -> None:
+        """Raise RequestError for options that do not fit together."""
         if self.imatrix is not None and self.calibrate is not None:
             raise RequestError("give --imatrix FILE or --calibrate FILE, not both")
         if self.calibrate is None:
@@ -81,6 +80,12 @@ class Calibration:
             ):  # fmt: skip
                 if value is not None:
                     raise RequestError(f"{flag} needs --calibrate FILE")
+
+    def check(self, model: str, model_output: Path, force: bool) -> None:
+        """Raise RequestError if options do not fit together, or an output exists."""
+        from ..atomic_file import check_output
+
+        self.check_flags()
         inputs = (("the model", Path(model)), ("the text", self.calibrate))
         for what, path in (*inputs, ("the model to write", model_output)):
             if self.write_imatrix and path and self.write_imatrix.resolve() == path.resolve():
@@ -88,6 +93,36 @@ class Calibration:
         for path in (model_output, self.write_imatrix):
             if path is not None:
                 check_output(path, force)
+
+    def check_directory(self, kind: str, allow_requantize: bool) -> None:
+        """Raise RequestError for options that do not fit together, or have no effect on a directory
+        of the type ``kind``."""
+        from ..quantize.mixes import SMOOTHED_TYPES
+
+        self.check_flags()
+        given = {
+            "--imatrix": self.imatrix, "--write-imatrix": self.write_imatrix,
+            "--calibrate": self.calibrate if kind not in SMOOTHED_TYPES else None,
+            "--allow-requantize": allow_requantize,
+        }  # fmt: skip
+        for flag, value in given.items():
+            if value:
+                raise RequestError(f"{flag} has no effect with --type {kind}")
+
+    def directory_arguments(self, path: Path, threads: int) -> dict[str, Any]:
+        """Return arguments of `quantize_directory`, after a run of the model if needed."""
+        if self.calibrate is None:
+            return {}
+        from ..quality.calibration import observe
+        from ..quantize.smoothing import ChannelStatistics
+
+        text, options = read_text_file(self.calibrate), {"device": self.device, "threads": threads}
+        with progress_line("calibrating") as bar:
+            inputs, _ = observe(
+                path, text, ChannelStatistics.empty, chunks=self.chunks, options=options,
+                progress=lambda done, total: bar("calibrating", done, total),
+            )  # fmt: skip
+        return {"inputs": inputs}
 
     def arguments(self, model: str, threads: int, force: bool) -> dict[str, Any]:
         """Return arguments of `graphllm.quantize.quantize`, after a run of the model if needed."""
@@ -128,18 +163,22 @@ def quantize(
             show_default=False,
         ),
     ],
-    output: Annotated[Path, Argument(help="The .gguf file to write.", show_default=False)],
+    output: Annotated[
+        Path, Argument(help="The .gguf file or the directory to write.", show_default=False)
+    ],
     calibration: Calibration,
     kind: Annotated[
         str | None,
         Option(
             "--type",
             help="Type of the file: f16, bf16, q8_0, q4_0, q4_k_m (the default), iq4_xs, ...; an "
-            "unknown type lists all.",
+            "unknown type lists all. Of a directory: w8a8, fp8.",
             show_default=False,
         ),
     ] = None,
-    force: Annotated[bool, Option("--force", help="Overwrite existing files.")] = False,
+    force: Annotated[
+        bool, Option("--force", help="Overwrite existing files, or the directory.")
+    ] = False,
     allow_requantize: Annotated[
         bool,
         Option(
@@ -155,7 +194,13 @@ def quantize(
     columns of each matrix matter most. With --target-size, it is loaded once
     for each matrix, to find out which ones need more bits.
 
+    The types w8a8 and fp8 write a Hugging Face directory in the format of
+    compressed-tensors, from a directory with weights in floats. For w8a8,
+    --calibrate moves outliers of activations into the weights (SmoothQuant).
+
     graphllm quantize ~/models/Qwen3-0.6B qwen3-q4_k_m.gguf --type q4_k_m
+
+    graphllm quantize ~/models/Qwen3-0.6B qwen3-w8a8 --type w8a8
 
     graphllm quantize f16.gguf q3_k_m.gguf --type q3_k_m --calibrate book.txt
 
@@ -163,20 +208,28 @@ def quantize(
 
     graphllm quantize f16.gguf iq4_xs.gguf --type iq4_xs --imatrix imatrix.gguf
     """
-    from ..quantize import quantize as run
+    from .. import quantize as package
+    from ..checkpoints.checkpoint import checkpoint_path
+    from ..quantize.compressed_directory import check_paths
     from ..quantize.mixes import file_type
 
     if kind is not None and calibration.target is not None:
         raise RequestError("give --type or --target-size, not both")
-    file_type(kind or _KIND)  # an unknown type is reported before the model runs
-    calibration.check(model, output, force)
-    arguments = {"kind": kind or _KIND} | calibration.arguments(model, threads, force)
+    arguments: dict[str, Any] = {"kind": (kind or _KIND).lower()}
+    run: Callable[..., package.Report] = package.quantize
+    if arguments["kind"] in package.DIRECTORY_TYPES:
+        calibration.check_directory(arguments["kind"], allow_requantize)
+        path, run = checkpoint_path(model), package.quantize_directory
+        check_paths(path, output, force)
+        arguments |= calibration.directory_arguments(path, threads)
+    else:
+        file_type(arguments["kind"])  # an unknown type is reported before the model runs
+        calibration.check(model, output, force)
+        arguments["allow_requantize"] = allow_requantize
+        arguments |= calibration.arguments(model, threads, force)
     bar = progress_line("quantising") if sys.stderr.isatty() else nullcontext()
     with bar as progress:
-        done = run(
-            model, output, force=force, allow_requantize=allow_requantize, threads=threads,
-            progress=progress, **arguments,
-        )  # fmt: skip
+        done = run(model, output, force=force, threads=threads, progress=progress, **arguments)
     for line in done.notes:
         note(f"note: {line}")
     formats = ", ".join(f"{count} {name}" for name, count in sorted(done.formats.items()))

@@ -8,11 +8,10 @@ embeddings, whose rows are looked up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,15 +19,16 @@ from ..arguments import Integer, Optional, Rule, check
 from ..checkpoints.checkpoint import open_checkpoint
 from ..engine.trace import Tracer
 from ..errors import NumericError
-from ..graph.rewrite import toposort
-from ..graph.tensor import WEIGHT, Tensor
 from ..loading.loaded_model import LoadedModel
 from ..quantize.driver import open_source
 from ..quantize.imatrix import ImportanceMatrix, InputStatistics
+from ..quantize.linear_sites import linear_sites
 from .perplexity import MIN_CONTEXT, split_text
 
 CONTEXT = 512  # tokens of a chunk, as in llama.cpp
-_LINEARS = ("linear", "expert_linear", "head_linear")
+
+_S = TypeVar("_S", bound=InputStatistics)
+Empty = Callable[[tuple[int, int]], _S]  # of a weight's number of matrices and of columns
 
 # Called with the number of chunks done, and of all chunks.
 ChunksProgress = Callable[[int, int], None]
@@ -54,42 +54,65 @@ def calibrate(
         ModelFileError: the model cannot be quantised or run.
         NumericError: an input is infinite or NaN.
     """
-    rules: dict[str, Rule] = {"context": Integer(MIN_CONTEXT), "chunks": Optional(Integer(1))}
-    check(rules, {"context": context, "chunks": chunks})
     source = open_source(model)  # first, since it refuses models that cannot be written
     try:
-        file = open_checkpoint(source.path)
-        try:
-            given = {**(options or {}), "context": context, "max_sequences": 1}
-            with LoadedModel.load(file, **given) as llm:
-                parts = split_text(llm, text, context, chunks)
-                found = collect_statistics(llm, parts, progress)
-        finally:
-            file.close()
+        found, count = observe(
+            source.path, text, InputStatistics.empty, context=context, chunks=chunks,
+            options=options, progress=progress,
+        )  # fmt: skip
         entries = dict[str, InputStatistics]()
         for weight, statistics in found.items():
             for name, own in statistics.split(source.stored_names(weight)):
                 entries.setdefault(name, own)  # matrices with a common input may be one tensor
-        return ImportanceMatrix(entries, len(parts), context)
+        return ImportanceMatrix(entries, count, context)
     finally:
         source.close()
 
 
+def observe(
+    path: Path, text: str | Sequence[int], empty: Empty[_S], *, context: int = CONTEXT,
+    chunks: int | None = None, options: Mapping[str, Any] | None = None,
+    progress: ChunksProgress = lambda done, total: None,
+) -> tuple[dict[str, _S], int]:  # fmt: skip
+    """Run a model on a text; return statistics of the inputs of matrices, and the number of chunks.
+
+    Args:
+        path: the model's file or directory.
+        empty: returns statistics of no rows, such as `InputStatistics.empty`.
+        text, context, chunks, options, progress: see `calibrate`.
+
+    Raises:
+        RequestError, ModelFileError, NumericError: see `calibrate`.
+    """
+    rules: dict[str, Rule] = {"context": Integer(MIN_CONTEXT), "chunks": Optional(Integer(1))}
+    check(rules, {"context": context, "chunks": chunks})
+    file = open_checkpoint(path)
+    try:
+        given = {**(options or {}), "context": context, "max_sequences": 1}
+        with LoadedModel.load(file, **given) as llm:
+            parts = split_text(llm, text, context, chunks)
+            return collect_statistics(llm, parts, empty, progress), len(parts)
+    finally:
+        file.close()
+
+
 def collect_statistics(
-    llm: LoadedModel, chunks: np.ndarray, progress: ChunksProgress = lambda done, total: None
-) -> dict[str, InputStatistics]:
+    llm: LoadedModel, chunks: np.ndarray, empty: Empty[_S],
+    progress: ChunksProgress = lambda done, total: None,
+) -> dict[str, _S]:  # fmt: skip
     """Return statistics of the inputs of matrices, by canonical names of the weights.
 
     Args:
         llm: the model, which runs no other request meanwhile.
         chunks: token ids int32 [chunks, context], see `split_text`.
+        empty: returns statistics of no rows, such as `InputStatistics.empty`.
         progress: called after each chunk.
 
     Raises:
         NumericError: an input is infinite or NaN.
     """
-    sites = list(_sites(llm))
-    found = {site.input: InputStatistics.empty(site.shape) for site in sites}
+    sites = list(linear_sites(llm.engine.outputs["hidden"]))
+    found = {site.input: empty(site.shape) for site in sites}
     nodes = dict.fromkeys(node for pair in found for node in pair if node is not None)
     names = {node: f"value {index}" for index, node in enumerate(nodes)}
     tracer = Tracer(llm.engine, {name: node for node, name in names.items()})
@@ -105,30 +128,3 @@ def collect_statistics(
                     raise NumericError(f"{site.weight}: its input has an infinite value or NaN")
             progress(done, len(chunks))
     return {site.weight: found[site.input] for site in sites}
-
-
-@dataclass(frozen=True)
-class _Site:
-    """A product with a weight.
-
-    Attributes:
-        weight: canonical name of the weight.
-        input: the product's input, and the indices of the experts of its rows, if there are any.
-        shape: number of matrices of the weight, and of their columns.
-    """
-
-    weight: str
-    input: tuple[Tensor, Tensor | None]
-    shape: tuple[int, int]
-
-
-def _sites(llm: LoadedModel) -> Iterator[_Site]:
-    """Yield the products with matrices before the output matrix."""
-    for node in toposort([llm.engine.outputs["hidden"]]):
-        if node.op not in _LINEARS:
-            continue
-        x, w, *rest = node.src
-        assert x is not None and w is not None and w.base.op == WEIGHT
-        ids = rest[0] if node.op == "expert_linear" else None
-        rows = w.shape[0] if len(w.shape) == 3 else 1
-        yield _Site(w.base.name, (x, ids), (int(rows), int(w.shape[-1])))  # type: ignore[arg-type]

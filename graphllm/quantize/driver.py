@@ -106,7 +106,7 @@ def quantize(
                     writer.write(part)
                     done += stored.nbytes * part.nbytes // entry.nbytes
                     if progress is not None:
-                        progress("quantising", done, total, _rate(done, total, start))
+                        progress("quantising", done, total, rate(done, total, start))
                 source.release(stored.name)
         counts = Counter(each.dtype.name for each in plan.tensors)
         size, seconds = path.stat().st_size, time.perf_counter() - start
@@ -136,7 +136,7 @@ def _importance(imatrix: str | Path | ImportanceMatrix | None) -> dict[str, Arra
     return {} if imatrix is None else read_imatrix(Path(imatrix))
 
 
-def _rate(done: int, total: int, start: float) -> str:
+def rate(done: int, total: int, start: float) -> str:
     """Return the rate of reading since the time ``start``, and the time that the rest takes."""
     rate = max(done, 1) / (time.perf_counter() - start)
     left = round((total - done) / rate)
@@ -225,7 +225,7 @@ class Plan:
         raw = self._source.raw(stored.name)
         values = Blocks(raw, stored.dtype, stored.shape[-1])
         if stored.dtype == entry.dtype:
-            _check_stored(stored, values)
+            check_stored(stored.name, values)
             yield raw
             return
         experts = expert_count(entry)
@@ -237,13 +237,13 @@ class Plan:
             yield from encoder.encode(entry.name, part, entry.dtype, importance)
 
 
-def _check_stored(stored: TensorEntry, values: Blocks) -> None:
+def check_stored(name: str, values: Blocks) -> None:
     """ModelFileError for an infinite or NaN value of a tensor that is copied."""
-    if stored.dtype.name in EXPONENT:
-        if has_nonfinite(values.raw, stored.dtype):
-            check_finite(values, stored.name)
+    if values.dtype.name in EXPONENT:
+        if has_nonfinite(values.raw, values.dtype):
+            check_finite(values, name)
         return
     try:
-        check_scales(values.raw, stored.dtype)
+        check_scales(values.raw, values.dtype)
     except ModelFileError as error:
-        raise ModelFileError(f"tensor {quote(stored.name)}: {error}") from None
+        raise ModelFileError(f"tensor {quote(name)}: {error}") from None

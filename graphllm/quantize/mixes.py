@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..errors import RequestError, quote
-from ..formats import BLOCK_FORMATS, WEIGHT_FORMATS
+from ..formats import BLOCK_FORMATS, ROW_FORMATS, WEIGHT_FORMATS
 from ..graph.dtype import DTYPES, DType
 
 
@@ -44,14 +44,17 @@ _MIXES = (
 )  # fmt: skip
 FILE_TYPES = {each.name: each for each in _MIXES}
 _OTHER_NAMES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m", "mxfp4": "mxfp4_moe"}
-ALL_TYPES = (*FILE_TYPES, *_OTHER_NAMES)
+# Types that are written as a directory: compressed-tensors with one scale per output channel.
+DIRECTORY_TYPES = tuple(name for name, form in ROW_FORMATS.items() if form.scaled_by_row)
+# Those of them whose rounding errors depend on the largest element, so that smoothing reduces them.
+SMOOTHED_TYPES = tuple(name for name in DIRECTORY_TYPES if ROW_FORMATS[name].element.kind == "i")
 # The format in which the search for a mix measures each matrix. It divides most rows, and its
 # errors are large enough to be measured on one chunk of text, and too small to break a model.
 MEASURED = "q4_0"
 
 
 def file_type(name: str) -> FileType:
-    """Return the type of a name, in any case; RequestError lists the known ones."""
+    """Return the type of GGUF files of a name, in any case; RequestError lists the known ones."""
     key = name.lower()
     found = FILE_TYPES.get(_OTHER_NAMES.get(key, key))
     if found is None:

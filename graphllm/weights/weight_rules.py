@@ -48,6 +48,8 @@ class Transform(Protocol):
 class Identity:
     """The tensor unchanged; several tensors (see `WeightRule`) are stacked on a new first axis."""
 
+    offset = 0.0  # what is added to the elements
+
     def meta(self, stored: Sequence[Meta]) -> Meta:
         first = stored[0]
         for meta in stored[1:]:
@@ -85,6 +87,8 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 class AddOne:
     """Norm weights that are stored minus one (Gemma), as float32."""
+
+    offset = 1.0
 
     def meta(self, stored: Sequence[Meta]) -> Meta:
         _plain(stored[0])
@@ -343,6 +347,15 @@ class NamedWeights:
         weight = self._weights.get(name)
         same = weight is not None and isinstance(weight.transform, (Identity, Rows))
         return self.sources(name) if same else []
+
+    def stored_as(self, name: str) -> tuple[str, float] | None:
+        """Return the tensor that a weight is stored as, and what is added to its elements.
+
+        None if the weight is made in another way.
+        """
+        stored, weight = self.sources(name), self._weights.get(name)
+        offset = getattr(weight.transform, "offset", None) if weight else None
+        return None if offset is None or len(stored) != 1 else (stored[0], offset)
 
     def _metas(self, name: str) -> list[Meta]:
         infos = map(self.file.readable, self.sources(name))

@@ -126,7 +126,7 @@ IMPORT_ORDER = (
     "engine",  # requests, KV cache, generation
     "chat",
     "checkpoints",  # model files: GGUF, Hugging Face directories
-    "quantize",  # writes GGUF files
+    "quantize",  # writes GGUF files and compressed-tensors directories
     "loading",
     "quality",  # perplexity, divergence from another model
     "profiler",

@@ -77,6 +77,18 @@ def test_gptq(tmp_path, monkeypatch, bits, group, sym, form, version):
     check(file, want, form, 0 if sym else OFFSET)
 
 
+def test_gptq_in_the_order_of_activations(tmp_path):
+    """With one group per row, or static ones, groups are neighbouring columns all the same."""
+    for group in (-1, 64):
+        want = random_linear(4, group, True)
+        stored = writer.gptq("a", want, 4)
+        config = gptq_config(4, group, desc_act=True, static_groups=True)
+        check(read(tmp_path, config, stored), want, "q4_0", 0)
+    del stored["a.g_idx"]
+    with pytest.raises(ModelFileError, match=r"'a.g_idx': missing"):
+        read(tmp_path, config, stored)
+
+
 @pytest.mark.parametrize(("group", "zero_point"), [(32, True), (-1, True), (128, False)])
 def test_awq(tmp_path, monkeypatch, group, zero_point):
     monkeypatch.setattr(packed_linear, "_TILE", 1)
@@ -247,7 +259,7 @@ IN_WEIGHTS = r"config_groups\['group_0'\].weights: "
         (gptq_config(4, 48), "group_size = 48 is not supported: only -1 and multiples of 32"),
         (gptq_config(4, 0), "group_size = 0 is"),
         (gptq_config(8, sym=False), "sym = False is not supported: only True"),
-        (gptq_config(desc_act=True), "desc_act = True is not supported: only False"),
+        (gptq_config(desc_act=1), "desc_act = 1 is not supported: only True, False"),
         (gptq_config(checkpoint_format="marlin"), "checkpoint_format = 'marlin' is not"),
         (gptq_config(dynamic={"-:lm_head": {}}), "dynamic = .* is not supported"),
         (gptq_config(spin=1), "unknown key 'spin'"),
@@ -306,7 +318,7 @@ WRONG_VALUES = [
     ("scales", lambda t: t * np.nan, "'a.scales': row 0, group 0 is NaN: a scale must be finite"),
     ("scales", lambda t: t * np.float32(1e9), "'a.scales': .* beyond the range of f16"),
     ("qzeros", lambda t: t ^ 16, "'a.qzeros': row 1, group 0 is 7: a zero point is not 8"),
-    ("g_idx", lambda t: t[::-1], r"'a.g_idx': groups that follow .*desc_act"),
+    ("g_idx", lambda t: t[::-1], r"'a.g_idx': groups of columns that .*desc_act"),
 ]
 
 
@@ -335,7 +347,7 @@ def test_wrong_tensors(tmp_path, part, change, message):
         ("weight_scale", None, "'a.weight_scale': missing"),
         ("weight_zero_point", None, "'a.weight_zero_point': missing"),
         ("weight_zero_point", lambda t: t[:-1], r"'a.weight_zero_point': has shape \[16, 13\], n"),
-        ("weight_g_idx", lambda t: np.zeros(416, np.int32), "'a.weight_g_idx': groups that follow"),
+        ("weight_g_idx", lambda t: np.zeros(416, np.int32), "'a.weight_g_idx': groups of columns"),
     ],
 )
 def test_wrong_compressed_tensors(tmp_path, part, change, message):

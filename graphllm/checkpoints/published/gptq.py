@@ -49,7 +49,8 @@ class Scheme:
         self.group_size = keys.group_size()
         stated = keys.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
         self.zero_offset = int(stated == "gptq")
-        keys.only("desc_act", False)
+        # The order of quantisation. Groups may be neighbouring columns all the same, see `g_idx`.
+        self.ordered: bool = keys.one_of("desc_act", (True, False), False)
         keys.only("is_marlin_format", False)
         keys.only("pack_dtype", "int32")
         keys.only("dynamic", {})
@@ -75,7 +76,7 @@ class GptqLinear(PackedLinear):
         self.set_shape(rows, words * self.per_word, scheme.group_size, _WEIGHT)
         self.check_floats(_SCALES, (self.groups, rows))
         self.tensor(_ZEROS, (self.groups, -(-rows // self.per_word)), I32.name)
-        if self.has(_ORDER):
+        if scheme.ordered or self.has(_ORDER):
             self.tensor(_ORDER, (self.shape[1],), I32.name)
 
     def words(self, rows: slice) -> np.ndarray:

@@ -132,5 +132,5 @@ class PackedLinear(StoredLinear):
         """Check that ``part``, the group of each column, has groups of neighbouring columns."""
         want = np.arange(self.shape[1]) // self.group
         if not np.array_equal(self.integers(part), want):
-            text = "groups that follow the order of activations (desc_act) are not supported"
+            text = "groups of columns that are no neighbours (desc_act) are not supported"
             raise self.error(part, text)
