@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import RequestError
 from ..progress import progress_line
@@ -15,6 +15,9 @@ from ..terminal import note
 from .declarations import Argument, Option, verb
 from .options import Device, Threads, read_text_file, target_size
 from .output import show
+
+if TYPE_CHECKING:
+    from ..quantize import Report
 
 _KIND = "q4_k_m"  # default of --type
 
@@ -216,7 +219,7 @@ def quantize(
     if kind is not None and calibration.target is not None:
         raise RequestError("give --type or --target-size, not both")
     arguments: dict[str, Any] = {"kind": (kind or _KIND).lower()}
-    run: Callable[..., package.Report] = package.quantize
+    run: Callable[..., Report] = package.quantize
     if arguments["kind"] in package.DIRECTORY_TYPES:
         calibration.check_directory(arguments["kind"], allow_requantize)
         path, run = checkpoint_path(model), package.quantize_directory
@@ -230,6 +233,10 @@ def quantize(
     bar = progress_line("quantising") if sys.stderr.isatty() else nullcontext()
     with bar as progress:
         done = run(model, output, force=force, threads=threads, progress=progress, **arguments)
+    _show_report(done)
+
+
+def _show_report(done: Report) -> None:
     for line in done.notes:
         note(f"note: {line}")
     formats = ", ".join(f"{count} {name}" for name, count in sorted(done.formats.items()))
