@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .beam_group import Beam, BeamGroup
+from .beam_group import Beam, BeamGroup, Copy
 from .generation import Generation
 from .runner import Runner
 from .sampling_feeds import Row
 from .scheduler import Scheduler
 from .sequence import ActiveSequence, Chunk, StepRecorder
+from .sequence_blocks import BlockCopy
 from .step_result import StepResult
 
 if TYPE_CHECKING:
@@ -253,8 +254,12 @@ class Batcher:
                 groups[row.group] = None
             else:
                 self._deliver(row, result, sampled)
+
+        copies: list[BlockCopy] = []
         for group in groups:
-            self._advance(group)
+            self._advance(group, copies.extend)
+        if copies:
+            self.runner.copy_blocks(copies)
 
     def _deliver(self, generation: Generation, result: StepResult, sampled: range) -> None:
         """Deliver the tokens in the rows ``sampled``, of which all but the last were drafts."""
@@ -277,15 +282,19 @@ class Batcher:
             self._remove(generation)
             return
 
-    def _advance(self, group: BeamGroup) -> None:
-        """Let a search go on if the candidates of all its beams are known."""
+    def _advance(self, group: BeamGroup, copy: Copy) -> None:
+        """Let a search go on if the candidates of all its beams are known.
+
+        ``copy``: takes the copies of blocks to make before the next step; their sources are held by
+        beams of the search until then.
+        """
         generation, fault = group.generation, group.faulty
         if fault is not None:
             generation.sequence = fault.sequence
             self._non_finite.append(generation)
             self._remove(generation)
         elif group.ready:
-            group.advance(self.scheduler, self._rows, self.runner.copy_blocks)
+            group.advance(self.scheduler, self._rows, copy)
             if not group.beams:
                 group.finish()
                 self._remove(generation)

@@ -137,15 +137,19 @@ class BeamGroup:
 
     def biased(self, ids: np.ndarray, logprobs: np.ndarray, count: int) -> Candidates:
         """Return candidates with the biases of `ops.bias_logits`, which do not normalise again."""
-        sampling, values = self._sampling, logprobs.copy()
+        sampling, allowed = self._sampling, self._sampling.allowed_ids
+        excluded = set(sampling.banned_ids)
+        if sampling.ignore_eos or count < sampling.min_tokens:
+            excluded |= set(self._eos_ids)
+        if not (allowed or sampling.logit_bias):  # the best ones suffice
+            needed = self.rules.candidates + len(excluded)
+            ids, logprobs = ids[:needed], logprobs[:needed]
+        values = logprobs.copy()
         for token, bias in sampling.logit_bias.items():
             values[ids == token] += np.float32(bias)
-        excluded = np.isin(ids, list(sampling.banned_ids))
-        if sampling.allowed_ids:
-            excluded |= ~np.isin(ids, list(sampling.allowed_ids))
-        if sampling.ignore_eos or count < sampling.min_tokens:
-            excluded |= np.isin(ids, self._eos_ids)
-        values[excluded & ~np.isnan(values)] = -np.inf
+        if excluded or allowed:
+            out = [i in excluded or bool(allowed and i not in allowed) for i in ids.tolist()]
+            values[np.array(out) & ~np.isnan(values)] = -np.inf
         return Candidates(ids, values)
 
     @property
@@ -171,7 +175,7 @@ class BeamGroup:
         Args:
             scheduler: has the sequences.
             rows: rows of steps by sequence; those of the beams are brought up to date.
-            copy: copies blocks on the device.
+            copy: takes copies of blocks, which are made before the next step.
         """
         self.generation.first = self.generation.first or time.perf_counter()
         found = {t: beam.candidates for t, beam in self.beams.items() if beam.candidates}

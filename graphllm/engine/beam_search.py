@@ -6,6 +6,7 @@ the next state. The rules are those of transformers' beam search (its version 5)
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -140,25 +141,23 @@ class BeamSearch:
         if self.forced_eos_id is not None and length == self.most:
             last = Candidates(np.array([self.forced_eos_id], np.int32), np.zeros(1, np.float32))
             parts = [last] * len(parts)
-        ids = np.concatenate([part.ids for part in parts])
-        totals = np.concatenate([part.logprobs for part in parts]).astype(np.float64)
-        counts = [len(part.ids) for part in parts]
-        totals += np.repeat([hypothesis.logprob for hypothesis in group.live], counts)
-        if chosen:
-            totals -= self.diversity_penalty * np.array([chosen[i] for i in ids.tolist()])
-        origins = np.repeat(np.arange(len(parts)), counts)
-        order = np.argsort(-totals, kind="stable")  # NaN last
-        order = order[np.isfinite(totals[order])]
+        ranked: list[tuple[float, Tokens, int]] = []  # few: NumPy's calls would take longer
+        for hypothesis, part in zip(group.live, parts, strict=True):
+            for token, logprob in zip(part.ids.tolist(), part.logprobs.tolist(), strict=True):
+                total = logprob + hypothesis.logprob
+                if chosen:
+                    total -= self.diversity_penalty * chosen[token]
+                if math.isfinite(total):
+                    ranked.append((total, hypothesis.tokens, token))
+        ranked.sort(key=lambda each: -each[0])
         ends = self.ends(length)
         live, finished = list[Hypothesis](), list(group.finished)
-        for rank, at in enumerate(order.tolist()):
-            token, total = int(ids[at]), float(totals[at])
+        for rank, (total, before, token) in enumerate(ranked):
             end = length == self.most or token in ends
             if len(live) == self.width and rank >= self.width:
                 break
             if rank < self.width if end else len(live) < self.width:
-                tokens = (*group.live[origins[at]].tokens, token)
-                made = Hypothesis(tokens, total, self._score(total, length))
+                made = Hypothesis((*before, token), total, self._score(total, length))
                 (finished if end else live).append(made)
         finished = sorted(finished, key=lambda each: -each.score)[: self.width]
         return Group(() if self._ended(live, finished) else tuple(live), tuple(finished))

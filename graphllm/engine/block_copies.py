@@ -12,7 +12,7 @@ from ..graph.tensor import Tensor, Var, feed
 from ..model.batch import Limits
 from .sequence_blocks import BlockCopy
 
-MAX_COPIES = 32  # of one run
+FEW_COPIES, MAX_COPIES = 32, 256  # of one run: bounds of its two plans
 COPIED = "copied."  # of the names of the outputs
 
 

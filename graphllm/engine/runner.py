@@ -15,7 +15,7 @@ from ..model.batch import ENCODED, CacheSpec, Limits, source_tokens
 from ..ops.sampling import mask_words
 from ..runtime.decode_loop import DecodeLoop
 from ..runtime.executor import Executor
-from .block_copies import COPIED, MAX_COPIES, copy_feeds
+from .block_copies import COPIED, FEW_COPIES, MAX_COPIES, copy_feeds
 from .block_manager import BlockManager
 from .forward_feeds import Feeds, Span, forward_feeds
 from .logits_processors import process_logits
@@ -278,7 +278,8 @@ class Runner:
         """Copy KV cache blocks on the device, behind the steps that were launched."""
         names = [name for name in self.outputs if name.startswith(COPIED)]
         copied = {name: self.outputs[name] for name in names}
-        plan = self.executor.compile(copied, {"M": (1, MAX_COPIES)})
+        most = FEW_COPIES if len(copies) <= FEW_COPIES else MAX_COPIES
+        plan = self.executor.compile(copied, {"M": (1, most)})
         for feeds in copy_feeds(copies, self.caches):
             self.executor.run(plan, feeds, fetch=())
 
