@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,12 @@ import numpy as np
 
 from ..arguments import Integer, OneOf, Optional, Rule, check, flag, quote
 from ..checkpoints.checkpoint import Checkpoint
+from ..engine.pooling import normalize
 from ..errors import ModelFileError, RequestError
 from ..model.decoder import Decoder
 from ..model.encoder import Encoder
+from ..ops.pooling import POOLINGS
 from .encoder_model import TRUNCATE, EncoderModel, checked_texts
-from .pooling import POOLINGS, normalize, pool
 from .sentence_transformers import EmbeddingSettings, read_settings
 
 _RULES: dict[str, Rule] = {
@@ -95,12 +96,11 @@ class EmbeddingModel(EncoderModel):
         width = self._width(names, truncate_dim)
         encoded = self.given_ids(texts) or self.tokens(texts, prompt)  # type: ignore[arg-type]
 
-        def vector(index: int, hidden: np.ndarray) -> np.ndarray:
-            vector = self._vector(hidden, names)[:width]
-            return _normalize(vector) if normalize else vector
-
-        vectors = self._map(vector, self._truncated(encoded, truncate), progress=progress)
-        return np.stack(vectors) if vectors else np.zeros((0, width), np.float32)
+        vectors = self._vectors(self._truncated(encoded, truncate), names, progress)
+        found = [vector[:width] for vector in vectors]
+        if not found:
+            return np.zeros((0, width), np.float32)
+        return np.stack([*map(_normalize, found)] if normalize else found)
 
     def tokens(self, texts: str | Sequence[str], prompt: str | None = None) -> list[list[int]]:
         """Return the token ids of texts, with prompt and special tokens, not truncated.
@@ -110,15 +110,18 @@ class EmbeddingModel(EncoderModel):
         before = self._prompt(prompt)
         return [self.encode(before + text) for text in checked_texts(texts)]
 
-    def _vector(self, hidden: np.ndarray, pooling: Sequence[str]) -> np.ndarray:
-        """Return the vector of a text with hidden states [tokens, dim], not normalised."""
-        vector = pool(hidden, pooling)
-        for layer in self.settings.dense:
-            vector = layer(vector)
-        return vector
+    def _vectors(
+        self, sequences: Sequence[Sequence[int]], pooling: Sequence[str], progress: bool | None
+    ) -> Iterator[np.ndarray]:
+        """Yield the vector of each sequence, not normalised."""
+        for vector in self._pooled(pooling, sequences, progress=progress):
+            for layer in self.settings.dense:
+                vector = layer(vector)
+            yield vector
 
-    def _head_rows(self, hidden: np.ndarray) -> np.ndarray:
-        return normalize(self._vector(hidden, self.settings.pooling))[None]
+    def _compute(self, sequences: Sequence[Sequence[int]]) -> None:
+        for vector in self._vectors(sequences, self.settings.pooling, progress=False):
+            normalize(vector)
 
     def _width(self, pooling: Sequence[str], wanted: int | None) -> int:
         """Return the number of columns of the embeddings with a pooling. RequestError."""

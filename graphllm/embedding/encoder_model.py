@@ -23,7 +23,6 @@ from ..arguments import (
 )
 from ..arguments import texts as names
 from ..checkpoints.checkpoint import Checkpoint
-from ..engine.packing import pack
 from ..engine.trace import Patch, Tracer
 from ..errors import RequestError
 from ..loading.loaded_encoder import LoadedEncoder, task_of
@@ -195,15 +194,34 @@ class EncoderModel(LoadedEncoder):
             types: token types of each sequence; zeros by default.
             progress: whether to show the progress; by default for many sequences at a terminal.
         """
-        empty, lengths = np.zeros((0, self.encoder.cfg.dim), np.float32), [*map(len, sequences)]
-        found = {i: reduce(i, empty) for i, length in enumerate(lengths) if not length}
+        empty = np.zeros((0, self.encoder.cfg.dim), np.float32)
+        found = {i: reduce(i, empty) for i, ids in enumerate(sequences) if not len(ids)}
         with self._open(), _progress(len(sequences), progress) as show:
-            for batch in pack(lengths, self._budget):
-                own = [types[i] for i in batch] if types is not None else None
-                hidden = self.engine.hidden([sequences[i] for i in batch], own)
+            for batch, hidden in self.engine.hidden_by_batch(sequences, types):
                 found |= {i: reduce(i, rows) for i, rows in zip(batch, hidden, strict=True)}
                 show("computing", len(found), len(sequences))
         return [found[i] for i in range(len(sequences))]
+
+    def _pooled(
+        self,
+        kinds: Sequence[str],
+        sequences: Sequence[Sequence[int]],
+        types: Sequence[Sequence[int]] | None = None,
+        progress: bool | None = None,
+    ) -> np.ndarray:
+        """Return the pooled hidden states of each sequence, float32 [n, len(kinds) * dim].
+
+        Those of a sequence without tokens are zeros. Arguments as for `_map`; ``kinds``: see
+        `engine.pooling.pool`.
+        """
+        found = np.zeros((len(sequences), len(kinds) * self.encoder.cfg.dim), np.float32)
+        done = 0
+        with self._open(), _progress(len(sequences), progress) as show:
+            for batch, rows in self.engine.pooled_by_batch(kinds, sequences, types):
+                found[batch] = rows
+                done += len(batch)
+                show("computing", done, len(sequences))
+        return found
 
     def _logits(self, rows: np.ndarray) -> np.ndarray:
         """Return the head's logits [R, labels] for hidden states [R, dim]."""

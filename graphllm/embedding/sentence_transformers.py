@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ModelFileError, quote
+from ..ops.pooling import POOLINGS
 from ..weights.strict_json import json_value
 from .dense import Dense, read_dense
 from .json_values import JsonValues
-from .pooling import POOLINGS
 
 _POOLING_KEYS = {  # of 1_Pooling/config.json, before version 5.3
     "pooling_mode_cls_token": "cls",

@@ -16,7 +16,6 @@ from ..model.encoder_config import SEQUENCE
 from .encoder_model import TRUNCATE, EncoderModel, checked_texts
 from .labels import sigmoid, softmax
 from .pairs import PairTemplate, longest_first
-from .pooling import pool
 
 # Keys of config.json in which sentence-transformers states the function of a reranker's score.
 _ACTIVATION_KEYS = ("activation_fn", "sbert_ce_default_activation_function")
@@ -138,14 +137,22 @@ class SequenceClassifier(EncoderModel):
     ) -> np.ndarray:
         """Return the logits [n, labels]."""
         sequences, types = self._joined(texts, truncate)
-        rows = self._map(lambda i, x: self._head_rows(x), sequences, types, progress)
-        return self._logits(np.concatenate([np.zeros((0, self.encoder.cfg.dim)), *rows]))
+        return self._sequence_logits(sequences, types, progress)
 
-    def _head_rows(self, hidden: np.ndarray) -> np.ndarray:
+    def _sequence_logits(
+        self,
+        sequences: Sequence[Sequence[int]],
+        types: Sequence[Sequence[int]] | None = None,
+        progress: bool | None = None,
+    ) -> np.ndarray:
+        """Return the logits [n, labels] of token ids."""
         assert isinstance(self.encoder, Encoder)
         head = self.encoder.cfg.head
         assert head is not None
-        return pool(hidden, (head.pooling,))[None]
+        return self._logits(self._pooled((head.pooling,), sequences, types, progress))
+
+    def _compute(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._sequence_logits(sequences, progress=False)
 
     def _joined(
         self, texts: Sequence[str | Pair], truncate: bool

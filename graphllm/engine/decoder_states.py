@@ -11,9 +11,11 @@ from ..errors import RequestError
 from ..model.batch import Batch, Limits
 from ..model.decoder import Decoder
 from ..runtime.executor import Executor
+from .batch_runner import HOST_TOKENS
 from .block_manager import BlockManager
 from .encoder_engine import EncoderEngine, EncoderEvaluation
 from .forward_feeds import Span, forward_feeds
+from .packing import pack
 
 SEQUENCES = 64  # of a step
 
@@ -24,8 +26,9 @@ class DecoderStates(EncoderEngine):
     The KV cache holds the sequences of the step only.
     """
 
-    def __init__(self, decoder: Decoder, executor: Executor, tokens: int) -> None:
-        """Build and place the graph; ``tokens``: maximum number of tokens of a batch."""
+    def __init__(self, decoder: Decoder, executor: Executor, max_length: int) -> None:
+        """Build and place the graph; ``max_length``: maximum number of tokens of a sequence."""
+        tokens = max(HOST_TOKENS, max_length)
         blocks = -(-tokens // Limits.block) + SEQUENCES  # of each sequence one may be half empty
         limits = Limits(tokens, SEQUENCES, tokens, kv_dtype="f32", kv_blocks=blocks)
         batch = Batch(decoder.caches, limits)
@@ -46,6 +49,13 @@ class DecoderStates(EncoderEngine):
         for at in range(0, len(sequences), SEQUENCES):
             found += self._step(sequences[at : at + SEQUENCES])
         return found
+
+    def hidden_by_batch(
+        self, sequences: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None
+    ) -> Iterator[tuple[list[int], list[np.ndarray]]]:
+        """Yield the indices and hidden states of the sequences of each batch; see `hidden`."""
+        for batch in pack([*map(len, sequences)], self.limits.tokens):
+            yield batch, self.hidden([sequences[i] for i in batch])
 
     def _step(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         manager = self._manager

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .. import ops
 from ..compiler.plan import Plan
 from ..errors import RequestError
 from ..graph.rewrite import toposort
 from ..graph.scopes import record_scope_values
 from ..graph.tensor import Tensor
 from ..model.encoder import Encoder, EncoderBatch
+from ..ops.pooling import POOLINGS
 from ..runtime.executor import Executor
 from ..runtime.recorder import Recorder
-from .packing import batch_feeds
+from .batch_runner import BatchRunner, batch_tokens, on_host
+from .pooling import pool
 from .program import Program
 
 HEAD_ROWS = 64  # that a head computes at once, since a row of a vocabulary's logits is long
@@ -32,6 +35,8 @@ class EncoderLimits:
 class EncoderEngine:
     """Runs an encoder. The caller sees to it that one call runs at a time.
 
+    A GPU pools hidden states itself, which saves most of the copies to the host.
+
     Attributes:
         executor: executor of the placed graph.
         outputs: outputs of the graph by name.
@@ -40,25 +45,44 @@ class EncoderEngine:
         recorder: recorder of all runs; None runs them without recording.
     """
 
-    def __init__(self, encoder: Encoder, executor: Executor, tokens: int) -> None:
-        """Build and place the graph; ``tokens``: maximum number of tokens of a batch."""
-        self._first_position = encoder.cfg.position_offset
+    def __init__(self, encoder: Encoder, executor: Executor, max_length: int) -> None:
+        """Build and place the graph; ``max_length``: maximum number of tokens of a sequence."""
+        tokens = batch_tokens(executor, max_length)
         batch = EncoderBatch(tokens, tokens, HEAD_ROWS)
-        self._place(executor, tokens, lambda: encoder.build(batch))
+        pooled_by = None if on_host(executor) else batch.q_start
+        self._place(executor, tokens, lambda: encoder.build(batch), pooled_by)
+        outputs = self.outputs | self._pooled
+        self._runner = BatchRunner(executor, outputs, tokens, encoder.cfg.position_offset)
 
     def _place(
-        self, executor: Executor, tokens: int, build: Callable[[], dict[str, Tensor]]
+        self,
+        executor: Executor,
+        tokens: int,
+        build: Callable[[], dict[str, Tensor]],
+        pooled_by: Tensor | None = None,
     ) -> None:
+        """Build and place the graph.
+
+        Args:
+            executor: runs it.
+            tokens: maximum number of tokens of a batch.
+            build: returns its outputs.
+            pooled_by: starts of the sequences, to pool in the graph; None pools on the host.
+        """
         self.executor, self.limits = executor, EncoderLimits(tokens)
         with record_scope_values() as values:
             self.outputs = build()
         used = set(toposort([self.outputs["hidden"]]))
         self.scope_values = {scope: node for scope, node in values.items() if node in used}
         self.recorder: Recorder | None = None
-        executor.place_model(self.outputs)
+        self._pooled: dict[str, Tensor] = {}
+        if pooled_by is not None:
+            hidden = self.outputs["hidden"]
+            self._pooled = {f"pooled.{n}": ops.pool(hidden, pooled_by, kind=n) for n in POOLINGS}
+        executor.place_model(self.outputs | self._pooled)
 
     def plans(self) -> dict[str, Plan]:
-        """Return the plan of each output."""
+        """Return the plan of each output for the largest batch."""
         return {n: self.executor.compile({n: node}) for n, node in self.outputs.items()}
 
     def prepare(self) -> None:
@@ -69,16 +93,49 @@ class EncoderEngine:
     def hidden(
         self, sequences: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None
     ) -> list[np.ndarray]:
-        """Return the hidden states [tokens, dim] of each sequence of a batch.
+        """Return the hidden states [tokens, dim] of each sequence of one batch.
 
         Args:
-            sequences: token ids of each sequence.
+            sequences: token ids of each sequence, at most ``limits.tokens`` in all.
             types: token types of each sequence; zeros by default.
         """
-        feeds = batch_feeds(sequences, self._first_position, types)
-        env = {"kv_sum": sum(len(ids) ** 2 for ids in sequences)}
-        hidden = self._run("hidden", feeds, env)
+        return self._hidden(self._runner.feeds(sequences, types))
+
+    def _hidden(self, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        (hidden,) = self._runner.run(("hidden",), feeds, self.recorder)
         return np.split(hidden, feeds["q_start"][1:-1])
+
+    def hidden_by_batch(
+        self, sequences: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None
+    ) -> Iterator[tuple[list[int], list[np.ndarray]]]:
+        """Yield the indices and hidden states of the sequences of each batch.
+
+        Sequences without tokens are left out. Arguments as for `hidden`, of any number of tokens.
+        """
+        for batch, feeds in self._runner.batches(sequences, types):
+            yield batch, self._hidden(feeds)
+
+    def pooled_by_batch(
+        self,
+        kinds: Sequence[str],
+        sequences: Sequence[Sequence[int]],
+        types: Sequence[Sequence[int]] | None = None,
+    ) -> Iterator[tuple[list[int], np.ndarray]]:
+        """Yield the indices of the sequences of each batch, and their rows [n, len(kinds) * dim].
+
+        Arguments as for `hidden_by_batch`; ``kinds``: see `pooling.pool`.
+        """
+        if not self._pooled:
+            for batch, hidden in self.hidden_by_batch(sequences, types):
+                yield batch, np.stack([pool(rows, kinds) for rows in hidden])
+            return
+        names = [f"pooled.{kind}" for kind in kinds]
+        for batch, feeds in self._runner.batches(sequences, types):
+            found = self._runner.run(names, feeds, self.recorder)
+            yield (
+                batch,
+                np.concatenate(found, axis=1)[:-1],
+            )  # no sequence starts at the last q_start
 
     def logits(self, rows: np.ndarray) -> np.ndarray:
         """Return the head's logits [R, labels] for hidden states [R, dim]."""
@@ -88,6 +145,7 @@ class EncoderEngine:
         return np.concatenate([none, *parts])
 
     def _run(self, name: str, feeds: dict[str, np.ndarray], env: dict[str, int]) -> np.ndarray:
+        """Run the plan of the largest batch."""
         plan = self.executor.compile({name: self.outputs[name]})
         return self.executor.run(plan, feeds, env, self.recorder)[name]
 
@@ -96,7 +154,7 @@ class EncoderEngine:
         """Evaluate one sequence. RequestError: it is empty or too long."""
         if not 0 < len(tokens) <= self.limits.tokens:
             raise RequestError(f"{len(tokens)} tokens: the encoder takes 1 to {self.limits.tokens}")
-        yield EncoderEvaluation(self, self._first_position, tokens)
+        yield EncoderEvaluation(self, tokens, self._runner.feeds([tokens]))
 
 
 class EncoderEvaluation:
@@ -106,9 +164,10 @@ class EncoderEvaluation:
         whole: number of tokens that one step must compute: all.
     """
 
-    def __init__(self, engine: EncoderEngine, first_position: int, tokens: Sequence[int]) -> None:
-        self._engine, self.whole = engine, len(tokens)
-        self._feeds = batch_feeds([tokens], first_position)
+    def __init__(
+        self, engine: EncoderEngine, tokens: Sequence[int], feeds: dict[str, np.ndarray]
+    ) -> None:
+        self._engine, self.whole, self._feeds = engine, len(tokens), feeds
 
     def append(
         self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]

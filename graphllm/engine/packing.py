@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -40,11 +41,16 @@ def batch_feeds(
         types: token types of each sequence; zeros by default.
     """
     lengths = [len(ids) for ids in sequences]
-    positions = np.concatenate([np.arange(length) for length in lengths]) + first_position
-    kinds = np.zeros(len(positions)) if types is None else np.concatenate(types)
+    q_start = np.cumsum([0, *lengths], dtype=np.int32)
+    total = int(q_start[-1])
+
+    def joined(parts: Sequence[Sequence[int]]) -> np.ndarray:
+        return np.fromiter(chain.from_iterable(parts), np.int32, total)
+
     return {
-        "ids": np.concatenate(sequences).astype(np.int32),
-        "pos": positions.astype(np.int32),
-        "token_types": kinds.astype(np.int32),
-        "q_start": np.cumsum([0, *lengths]).astype(np.int32),
+        "ids": joined(sequences),
+        "pos": np.arange(first_position, first_position + total, dtype=np.int32)
+        - np.repeat(q_start[:-1], lengths),
+        "token_types": np.zeros(total, np.int32) if types is None else joined(types),
+        "q_start": q_start,
     }

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ..model.spec import ModelSpec
     from ..tokenizer import Tokenizer
 
-BATCH_TOKENS = 1024  # of a batch, unless a single text may be longer
-
 M = TypeVar("M", bound="LoadedEncoder")
 
 
@@ -106,17 +104,16 @@ class LoadedEncoder:
             most = min(most, DEFAULT_CONTEXT)  # a step computes, and caches, a whole text
         self.max_length = min(most, self._maximum_length())
         self.executor = Executor(encoder.weights, **executor_options)
-        self._budget = max(BATCH_TOKENS, self.max_length)
         self.engine = self._make_engine()
         self.engine.prepare()
         self.load_s = 0.0
 
     def _make_engine(self) -> EncoderEngine:
         if isinstance(self.encoder, Encoder):
-            return EncoderEngine(self.encoder, self.executor, self._budget)
+            return EncoderEngine(self.encoder, self.executor, self.max_length)
         from ..engine.decoder_states import DecoderStates
 
-        return DecoderStates(self.encoder, self.executor, self._budget)
+        return DecoderStates(self.encoder, self.executor, self.max_length)
 
     def _maximum_length(self) -> int:
         """Return the maximum number of tokens of a text that the file states."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..graph.dtype import I32
+from ..graph.dtype import F16, F32, I32, DType
 from ..graph.op import (
     ATTENTION,
     Arg,
@@ -31,7 +31,8 @@ def _infer(
     window: int,
 ) -> Meta:  # fmt: skip
     for name, rows in (("q", q), ("k", k), ("v", v)):
-        expect(name, rows, 3, "f32")
+        expect(name, rows, 3, "f32", "f16")
+        require(rows.dtype == q.dtype, f"{name} is {rows.dtype}, q {q.dtype}")
         require(rows.shape[0] == q.shape[0], f"{name} has {rows.shape[0]} tokens, q {q.shape[0]}")
     expect("q_start", q_start, 1, "i32")
     require(k.shape[1] == v.shape[1], f"k {k.shape} and v {v.shape} differ in heads")
@@ -60,7 +61,7 @@ def _cost(
 
 def _sample(
     lengths: tuple[int, ...], heads: tuple[int, int] = (4, 2), width: tuple[int, int] = (32, 32),
-    layout: str = "contiguous", biased: bool = False, window: int = 0,
+    layout: str = "contiguous", biased: bool = False, window: int = 0, kind: DType = F32,
 ) -> Sample:  # fmt: skip
     def q_start(rng: Rng, shape: Shape) -> np.ndarray:
         return np.concatenate([[0], np.cumsum(lengths)])
@@ -68,7 +69,7 @@ def _sample(
     counts = (heads[0], heads[1], heads[1])
     depths = (width[0], width[0], width[1])
     rows = (
-        Arg(("T", count, depth), layout=layout) for count, depth in zip(counts, depths, strict=True)
+        Arg(("T", count, depth), kind, layout) for count, depth in zip(counts, depths, strict=True)
     )
     env = {"T": sum(lengths), "Q": len(lengths) + 1}
     bias = [Arg((heads[0], 37), leaf="weight")] if biased else []
@@ -79,6 +80,9 @@ def _sample(
 # Fewer and more tokens than a kernel splits, and sequences longer than a tile or a split.
 _LENGTHS = ((), (1,), (17,), (3, 0, 1), (1, 9, 4, 20), (5, 300, 2, 75))
 _SHAPES = (((1, 1), (1, 1)), ((3, 3), (20, 20)), ((6, 2), (64, 64)), ((12, 12), (32, 48)))
+_WIDE = (((4, 4), (32, 32)), ((3, 1), (96, 96)), ((2, 2), (128, 128)))
+# Of more sequences than a warp finds at once, and of several within 16 tokens.
+_MANY = tuple(i * 7 % 11 for i in range(90))
 
 
 @op(
@@ -93,6 +97,22 @@ _SHAPES = (((1, 1), (1, 1)), ((3, 3), (20, 20)), ((6, 2), (64, 64)), ((12, 12), 
             *grid(_sample, lengths=_LENGTHS[1:-1], layout=("strided", "permuted")),
             *grid(_sample, lengths=_LENGTHS, biased=[True]),
             *grid(_sample, lengths=_LENGTHS, window=(1, 70)),
+            *grid(
+                _sample,
+                lengths=(*_LENGTHS[-2:], _MANY),
+                heads=[(2, 1)],
+                width=[(64, 64)],
+                kind=(F32, F16),
+                biased=(False, True),
+                window=(0, 5),
+            ),
+            *(
+                _sample(lengths, *shape, kind=kind)
+                for lengths in (_LENGTHS[-1], _MANY)
+                for shape in (*_SHAPES[1:], *_WIDE)
+                for kind in (F32, F16)
+            ),
+            *grid(_sample, lengths=_LENGTHS[3:5], layout=("strided", "permuted"), kind=[F16]),
         ]
     ),
 )
@@ -102,14 +122,16 @@ def packed_attention(
 ) -> np.ndarray:  # fmt: skip
     """Softmax attention of each token to the tokens of its own sequence, with grouped heads.
 
-    q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] f32 (H a multiple of Hkv; head h reads kv head
-    h // (H / Hkv)); q_start [S + 1] i32 -> [T, H, Dv] f32. Sequence s has the rows q_start[s] to
-    q_start[s + 1] - 1. Logits: q.k * scale, + position_bias [H, 2 R + 1] f32 as in `attention`.
-    Above 0, ``window`` is the largest distance of a token that is attended to, on either side.
+    q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv], all f32 or all f16 (H a multiple of Hkv; head h
+    reads kv head h // (H / Hkv)); q_start [S + 1] i32 -> [T, H, Dv] f32. Sequence s has the rows
+    q_start[s] to q_start[s + 1] - 1. Logits: q.k * scale, + position_bias [H, 2 R + 1] f32 as in
+    `attention`. Above 0, ``window`` is the largest distance of a token that is attended to, on
+    either side.
 
     Vaswani et al. 2017, eq. 1; Devlin et al. 2019 (bidirectional); packing: Effective Transformer
     (ByteDance 2019).
     """
+    q, k, v = (rows.astype(np.float32, copy=False) for rows in (q, k, v))
     result = np.empty((*q.shape[:2], v.shape[2]), np.float32)
     for first, end in pairwise(q_start.tolist()):
         keys, values = k[first:end], v[first:end]

@@ -34,7 +34,7 @@ from ..loading.load import (
     model_spec,
     sized_limits,
 )
-from ..loading.loaded_encoder import BATCH_TOKENS, encoder_arguments
+from ..loading.loaded_encoder import encoder_arguments
 from ..model.decoder import Decoder
 from ..model.encoder import Encoder
 from ..model.spec import ModelSpec
@@ -274,7 +274,7 @@ def _encoder_run(file: Checkpoint, spec: ModelSpec, own: Mapping[str, Any]) -> D
     encoder = build_model(file, spec, own["type"])
     assert isinstance(encoder, Encoder)
     planner, context = _planner(encoder.weights, own), encoder.cfg.context
-    engine = EncoderEngine(encoder, planner, max(BATCH_TOKENS, context))
+    engine = EncoderEngine(encoder, planner, context)
     plan = engine.plans()["hidden"]
     length = min(own["depth"], context)
     texts = engine.limits.tokens // length

@@ -10,6 +10,7 @@ from copy import deepcopy
 import hf_models
 import numpy as np
 import pytest
+from cuda_cases import DEVICES, need_device
 from doc_examples import DOCS
 from safetensors.numpy import load_file, save_file
 from translation_tokenizers import from_transformers, marian
@@ -30,15 +31,18 @@ LENGTHS = [1, 2, 62, 40, *RNG.integers(1, 40, 16)]  # of sources without their E
 NEW = 10  # tokens of an answer, forced ones included
 
 
-def write(folder, name, variant=0, vocab_size=131, **settings):
+def write(folder, name, variant=0, vocab_size=131, config=None, **settings):
     """A directory of a small random model; returns transformers' model.
 
-    ``settings``: of its generation_config.json.
+    ``config``: keys of its config.json; ``settings``: of its generation_config.json.
     """
     import torch
     from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-    config = hf_models.config_of(SPECS[name], variant) | {"vocab_size": vocab_size}
+    config = hf_models.config_of(SPECS[name], variant) | {
+        "vocab_size": vocab_size,
+        **(config or {}),
+    }
     if name == "marian":
         config["decoder_vocab_size"] = vocab_size
     made = AutoConfig.for_model(name, **deepcopy(config))
@@ -80,14 +84,16 @@ def answers(model, given, name, forced=0, **options):
     return [row[: row.index(eos)] if eos in row else row for row in rows]
 
 
+@pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("name, variant", VARIANTS)
-def test_logits(name, variant, tmp_path):
-    """Teacher-forced logits of ragged sources and targets, on the CPU and the reference."""
+def test_logits(name, variant, device, tmp_path):
+    """Teacher-forced logits of ragged sources and targets; of one variant on the reference, too."""
     import torch
 
+    need_device(device)
     model = write(tmp_path, name, variant)
-    for device in ("cpu", "reference") if variant == 0 else ("cpu",):
-        with load(tmp_path, device) as llm:
+    for each in ("cpu", "reference") if (device, variant) == ("cpu", 0) else (device,):
+        with load(tmp_path, each) as llm:
             for source, count in zip(sources(name)[:4], (9, 1, 30, 2)):
                 target = RNG.integers(4, 130, count).tolist()  # without padding
                 with torch.no_grad():
@@ -95,8 +101,26 @@ def test_logits(name, variant, tmp_path):
                     want = model(**given, decoder_input_ids=torch.tensor([target])).logits[0]
                 have = llm.logits(source, target=target)
                 assert hf_models.distance(have, want.numpy()) <= 1e-4
-                if device == "cpu":
+                if each == "cpu":
                     assert np.array_equal(llm.logits(source, True, target), have[-1])
+            assert not llm.misses()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kv_type", ["f32", "f16"])
+def test_greedy_decoding_and_beam_search_on_cuda(kv_type, tmp_path):
+    """T5 has position biases and skips the prefix; heads of 64 are those of tensor cores."""
+    need_device("cuda")
+    config = {"d_kv": 64, "num_heads": 2}
+    model, given = write(tmp_path, "t5", config=config), sources("t5")
+    with load(tmp_path, "cuda", kv_type=kv_type) as llm:
+        assert not llm.misses()
+        for options in ({}, {"num_beams": 4}):
+            want = answers(model, given, "t5", **options)
+            own = {"max_tokens": NEW, **(options or {"temperature": 0})}
+            found = [done.ids for done in llm.generate(given, **own)]
+            same = sum(a == b for a, b in zip(found, want))
+            assert same >= (20 if kv_type == "f32" else 17), (same, options)
 
 
 @pytest.mark.parametrize(

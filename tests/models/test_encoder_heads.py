@@ -19,7 +19,7 @@ from graphllm.embedding import (
     TokenClassifier,
 )
 from graphllm.embedding.pairs import longest_first
-from graphllm.embedding.pooling import pool
+from graphllm.engine.pooling import pool
 from graphllm.errors import ConfigError, RequestError
 
 pytestmark = pytest.mark.parity

@@ -16,9 +16,9 @@ import graphllm
 from graphllm import models
 from graphllm.cli import app
 from graphllm.embedding import EmbeddingModel
-from graphllm.embedding.pooling import POOLINGS
 from graphllm.engine.packing import pack
 from graphllm.errors import ConfigError, ModelFileError, RequestError
+from graphllm.ops.pooling import POOLINGS
 
 RNG = np.random.default_rng(3)
 SPEC = hf_models.SPECS["bert"]

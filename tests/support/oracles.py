@@ -226,6 +226,22 @@ def packed_attention(q, k, v, q_start, position_bias=None, *, scale, window=0):
     return result
 
 
+def pool(x, q_start, *, kind):
+    """Sequence by sequence and element by element, in float64."""
+    result = np.zeros((len(q_start), x.shape[1]))
+    for s, d in np.ndindex(len(q_start) - 1, x.shape[1]):
+        own = [float(v) for v in x[q_start[s] : q_start[s + 1], d]]
+        if not own:
+            continue
+        weighted = math.fsum(i * v for i, v in enumerate(own, 1)) / math.fsum(range(len(own) + 1))
+        result[s, d] = {
+            "cls": own[0], "lasttoken": own[-1], "max": max(own), "weightedmean": weighted,
+            "mean": math.fsum(own) / len(own),
+            "mean_sqrt_len_tokens": math.fsum(own) / math.sqrt(len(own)),
+        }[kind]  # fmt: skip
+    return result
+
+
 def _sees(p, j, causal, window, prefix):
     future = j > p and not (j < prefix and p < prefix)
     return not (causal and future) and not (window and p - j >= window)
@@ -641,6 +657,7 @@ ORACLES = {
     "concat": concat,
     "attention": attention,
     "packed_attention": packed_attention,
+    "pool": pool,
     "kv_write": kv_write,
     "copy_blocks": copy_blocks,
     "cast": cast,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -104,12 +105,17 @@ def rope_write(
     return q, write(k_pool, k, slot), write(v_pool, v, slot)
 
 
-def _propose_attention_quantise(node: Tensor, users: Users) -> Proposal | None:
-    assert node.src[0] is not None
-    attended = node.src[0].base
-    if attended.op != "attention":
-        return None
-    return attended.src, {**attended.attrs, "dtype": node.attrs["dtype"]}
+def _propose_quantise_of(op: str) -> Callable[[Tensor, Users], Proposal | None]:
+    """Return the proposal of an op whose result is quantised."""
+
+    def propose(node: Tensor, users: Users) -> Proposal | None:
+        assert node.src[0] is not None
+        attended = node.src[0].base
+        if attended.op != op:
+            return None
+        return attended.src, {**attended.attrs, "dtype": node.attrs["dtype"]}
+
+    return propose
 
 
 def _attention_sample(
@@ -138,7 +144,7 @@ def _attention_sample(
 @fused_op(
     "attention_quantise",
     anchor="quantise_act",
-    propose=_propose_attention_quantise,
+    propose=_propose_quantise_of("attention"),
     tol={"f32": 1e-3},
     samples=Samples(lambda: [
         *grid(_attention_sample, rows=(0, 1, 7, 40), heads=(3, 6), width=(64,), dtype=("a8_32",),
@@ -166,4 +172,35 @@ def attention_quantise(
         q, k, v, q_start, kv_len, table, sinks, slopes, prefix_len, position_bias, scale=scale,
         block=block, causal=causal, window=window, softcap=softcap, skip_prefix=skip_prefix,
     )  # fmt: skip
+    return get("quantise_act")(attended.flatten(), dtype=dtype)
+
+
+def _packed_sample(
+    lengths: tuple[int, ...], heads: int, width: int, dtype: str, kind: DType, biased: bool = False
+) -> Sample:  # fmt: skip
+    rows = (Arg(("T", count, width), kind) for count in (heads, heads // 3, heads // 3))
+    q_start = Arg(("Q",), I32, make=lambda g, s: np.cumsum([0, *lengths]))
+    bias = (Arg((heads, 9), leaf="weight"),) if biased else ()
+    attrs = {"scale": width**-0.5, "window": 0, "dtype": dtype}
+    return Sample((*rows, q_start, *bias), attrs, {"T": sum(lengths), "Q": len(lengths) + 1})
+
+
+@fused_op(
+    "packed_attention_quantise",
+    anchor="quantise_act",
+    propose=_propose_quantise_of("packed_attention"),
+    tol={"f32": 1e-3},
+    samples=Samples(lambda: [
+        *grid(_packed_sample, lengths=((), (1,), (5, 0, 33)), heads=(3, 6), width=(64,),
+              dtype=("f16", "a8_32"), kind=(F32, F16)),
+        *grid(_packed_sample, lengths=((7, 50),), heads=(12,), width=(20, 32),
+              dtype=("f16", "bf16"), kind=(F16,), biased=(True,)),
+    ]),
+)  # fmt: skip
+def packed_attention_quantise(
+    q: Tensor, k: Tensor, v: Tensor, q_start: Tensor, position_bias: Tensor | None = None, *,
+    scale: float, window: int, dtype: str,
+) -> Any:  # fmt: skip
+    """Packed attention with heads concatenated and quantised, as input of the output linear."""
+    attended = get("packed_attention")(q, k, v, q_start, position_bias, scale=scale, window=window)
     return get("quantise_act")(attended.flatten(), dtype=dtype)

@@ -244,6 +244,59 @@ def linear_add(x: Tensor, w: Tensor, r: Tensor, bias: Tensor | None = None) -> A
     return get("add")(r, get("linear")(x, w, bias))
 
 
+def _propose_linear_quantise(node: Tensor, users: Users) -> Proposal | None:
+    assert node.src[0] is not None
+    made, act, kind = node.src[0].base, "", ""
+    if made.op in _UNITS:
+        assert made.src[0] is not None
+        act, kind, made = made.op, made.attrs.get("kind", ""), made.src[0].base
+    if made.op != "linear":
+        return None
+    heads = node.shape[1] if len(node.shape) == 3 else 0
+    return made.src, {"act": act, "kind": kind, "heads": heads, "dtype": node.attrs["dtype"]}
+
+
+_UNITS = (*_ACTIVATIONS, "relu")
+
+
+@fused_op(
+    "linear_quantise",
+    anchor="quantise_act",
+    propose=_propose_linear_quantise,
+    tol=TOL,
+    samples=[
+        *grid(
+            lambda rows, bias, act, heads: Sample(
+                (_act(256, F16), _matrix(48, 256, F16), weight_arg(48) if bias else None),
+                {"act": act[0], "kind": act[1], "heads": heads, "dtype": "f16"},
+                {"T": rows},
+            ),
+            rows=(0, 1, 7, 300),
+            bias=(False, True),
+            act=(("", ""), ("relu", ""), ("silu", ""), ("gelu", "tanh"), ("gelu", "erf")),
+            heads=(0, 3),
+        ),
+        Sample(
+            (_act(256, F16), _matrix(45, 256, Q8_0), weight_arg(45)),
+            {"act": "gelu", "kind": "erf", "heads": 0, "dtype": "f16"},
+            {"T": 300},
+        ),
+    ],
+)
+def linear_quantise(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, *, act: str, kind: str, heads: int, dtype: str
+) -> Any:
+    """act(x w^T + bias), quantised. x [T, K], w [N, K], bias [N] -> [T, N], or with heads.
+
+    ``act``: an activation, or empty; ``kind``: attribute of gelu, or empty. ``heads``: number of
+    heads of a result [T, heads, N / heads]; 0 for [T, N].
+    """
+    made = get("linear")(x, w, bias)
+    if act:
+        made = get(act)(made, **({"kind": kind} if kind else {}))
+    return get("quantise_act")(made.heads(heads) if heads else made, dtype=dtype)
+
+
 def _propose_linears(node: Tensor, users: Users) -> Proposal | None:
     """Propose all linears of one activation, quantised or not."""
     x = node.src[0]

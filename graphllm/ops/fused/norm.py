@@ -138,3 +138,28 @@ def _propose_norm_quantise(node: Tensor, users: Users) -> Proposal | None:
 def norm_quantise(x: Tensor, w: Tensor, *, eps: float, dtypes: tuple[str, ...]) -> Any:
     """The norm of x in each of ``dtypes``, f32 or quantised. x [T, D], w [D] -> [T, D] each."""
     return quantise_to(get("rms_norm")(x, w, eps=eps), dtypes)
+
+
+@fused_op(
+    "layer_norm_quantise",
+    anchor="layer_norm",
+    propose=_propose_norm_quantise,
+    tol=TOL,
+    samples=grid(
+        lambda rows, width, layout, bias, dtypes: Sample(
+            (row_arg(width, layout), weight_arg(width), weight_arg(width) if bias else None),
+            {"eps": 1e-6, "dtypes": dtypes},
+            {"T": rows},
+        ),
+        rows=(0, 1, 7),
+        width=(256, 768),
+        layout=LAYOUTS,
+        bias=(False, True),
+        dtypes=(("f16",), ("f32", "f16"), ("a8_32",), ("f32", "a8_256"), ("a8_row",)),
+    ),
+)  # fmt: skip
+def layer_norm_quantise(
+    x: Tensor, w: Tensor, b: Tensor | None = None, *, eps: float, dtypes: tuple[str, ...]
+) -> Any:
+    """The layer norm of x in each of ``dtypes``, f32 or quantised. [T, D], [D], [D] -> [T, D]."""
+    return quantise_to(get("layer_norm")(x, w, b, eps=eps), dtypes)

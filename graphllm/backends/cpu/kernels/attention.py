@@ -164,7 +164,7 @@ def attention(ctx: KernelContext) -> list[Launch]:
     return launches(ctx, ctx.out.address, ctx.scratch)
 
 
-@BACKEND.kernel("packed_attention", layout=LAYOUT, scratch=_packed_scratch)
+@BACKEND.kernel("packed_attention", layout=LAYOUT, dtypes={"q": "f32"}, scratch=_packed_scratch)
 def packed_attention(ctx: KernelContext) -> list[Launch]:
     block = _arguments(ctx, ctx.out.address, ctx.scratch, _row_splits(ctx.node))
     return _launch(ctx, block._replace(reach=ctx.attrs["window"]))

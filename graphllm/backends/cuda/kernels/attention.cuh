@@ -11,10 +11,13 @@ struct Attention {
     const int *q_start, *kv_len, *table;
     i64 table_width;
     const float *sinks, *slopes;
-    const int* prefix_len;  // these three may be null
+    const float* position_bias;  // [heads, 2 reach + 1]
+    const int* prefix_len;       // these four may be null
     const i64 *tokens, *sequences;
     float *out, *partials;
     i64 heads, kv_heads, block, shift, causal, window;  // block == 1 << shift if it is a power of two
+    i64 reach;           // of position_bias
+    i64 skip_prefix;     // whether the keys of the prefix are left out
     i64 metadata_ready;  // q_start, kv_len, table and prefix_len may be read before the wait
     i64 split_keys;  // least length of a split, see `split_of`
     i64 slots;  // partial results that a token has room for; 0: there are none, as no token is split
@@ -50,11 +53,10 @@ __device__ __forceinline__ VisibleKeys visible_keys(const Attention& a, int sequ
                                        int end, int token) {
     int position = length - (end - token);
     VisibleKeys visible = {sequence, position, 0, length, length - (end - first)};
-    if (a.causal) {
-        int prefix = a.prefix_len ? a.prefix_len[sequence] : 0;
-        visible.high = min(length, position < prefix ? prefix : position + 1);
-    }
+    const int prefix = a.prefix_len ? a.prefix_len[sequence] : 0;
+    if (a.causal) visible.high = min(length, position < prefix ? prefix : position + 1);
     if (a.window) visible.low = max(0, position - (int)a.window + 1);
+    if (a.skip_prefix) visible.low = max(visible.low, prefix);
     return visible;
 }
 
@@ -77,10 +79,28 @@ __device__ __forceinline__ i64 slot_of(const Attention& a, int sequence, int j) 
     return ((i64)a.table[sequence * a.table_width + page] << shift) + (j - (page << shift));
 }
 
-// Apply the softcap and the ALiBi slope to q.k * scale.
-__device__ __forceinline__ float logit(const Attention& a, float x, int distance, float slope) {
+// What is added to the logits of a head: the ALiBi slope times the distance of the key, and a bias by
+// distance.
+struct HeadBias {
+    float slope = 0;
+    const float* of_distance = nullptr;  // of distance 0
+
+    __device__ __forceinline__ HeadBias() {}
+    __device__ __forceinline__ HeadBias(const Attention& a, int head) {
+        if (a.slopes) slope = a.slopes[head];
+        if (a.position_bias) of_distance = a.position_bias + head * (2 * a.reach + 1) + a.reach;
+    }
+};
+
+__device__ __forceinline__ float position_bias(const float* of_distance, int reach, int distance) {
+    return of_distance[min(max(distance, -reach), reach)];
+}
+
+// Apply the softcap and the biases to q.k * scale.
+__device__ __forceinline__ float logit(const Attention& a, float x, int distance, const HeadBias& bias) {
     if (a.softcap > 0) x = __fmul_rn(a.softcap, tanhf(__fdiv_rn(x, a.softcap)));
-    return a.slopes ? fmaf(slope, (float)distance, x) : x;
+    if (a.slopes) x = fmaf(bias.slope, (float)distance, x);
+    return bias.of_distance ? x + position_bias(bias.of_distance, (int)a.reach, distance) : x;
 }
 
 // ------------------------------------------------------------------------------------- splits

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from ....backends.alignment import aligned
 from ....graph.dtype import CACHED, dtype
+from ....graph.op import get
 from ....graph.tensor import Tensor
-from ... import ROWS, Options
+from ... import ROWS
 from .. import BACKEND
 from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext
@@ -95,16 +96,10 @@ def _can_split_kv(node: Tensor) -> bool:
 
 
 def _has_logit_bias(node: Tensor) -> bool:
-    """Whether logits are capped or have ALiBi slopes."""
-    return bool(node.attrs["softcap"] > 0 or (len(node.src) > 7 and node.src[7] is not None))
-
-
-def _unsupported(node: Tensor, options: Options) -> str | None:
-    """Selection rule: the masks and biases of encoder-decoders have no kernel yet."""
-    if node.attrs["skip_prefix"]:
-        return "skip_prefix is not supported"
-    biased = len(node.src) > 9 and node.src[9] is not None
-    return "position_bias is not supported" if biased else None
+    """Whether logits are capped, or have ALiBi slopes or position biases."""
+    own = dict(zip(get(node.op).params, node.src))
+    biases = (own.get("slopes"), own.get("position_bias"))
+    return bool(node.attrs["softcap"] > 0 or any(bias is not None for bias in biases))
 
 
 def _heads_per_block(node: Tensor) -> int:
@@ -172,7 +167,9 @@ def _argument(
         q=q.address, q_stride=q.row_stride, k=k.address, k_stride=k.row_stride, v=v.address,
         v_stride=v.row_stride, q_start=ctx.q_start.address, kv_len=ctx.kv_len.address,
         table=table.address, table_width=table.meta.bound().shape[1], sinks=ctx.address("sinks"),
-        slopes=ctx.address("slopes"), prefix_len=ctx.address("prefix_len"),
+        slopes=ctx.address("slopes"), position_bias=ctx.address("position_bias"),
+        reach=ctx.position_bias.width // 2 if ctx.position_bias else 0,
+        skip_prefix=int(attrs["skip_prefix"]), prefix_len=ctx.address("prefix_len"),
         tokens=ctx.live_address(q.meta.rows), sequences=ctx.live_address(ctx.kv_len.meta.rows),
         out=out, partials=partials, heads=heads, kv_heads=kv_heads, block=block,
         shift=block.bit_length() - 1, causal=int(attrs["causal"]), window=attrs["window"],
@@ -322,9 +319,11 @@ def _float_launches(ctx: KernelContext, out: int, room: int) -> list[Launch]:
 
 
 @BACKEND.kernel(
-    "attention", layout=_LAYOUT, dtypes=_POOLS,
-    scratch=lambda node, options: _partials_nbytes(node), when=_unsupported,
-)  # fmt: skip
+    "attention",
+    layout=_LAYOUT,
+    dtypes=_POOLS,
+    scratch=lambda node, options: _partials_nbytes(node),
+)
 def attention(ctx: KernelContext) -> list[Launch]:
     return _float_launches(ctx, ctx.out.address, ctx.scratch)
 
@@ -336,10 +335,11 @@ def _float_result_nbytes(node: Tensor) -> int:
 
 
 @BACKEND.kernel(
-    "attention_quantise", layout=_LAYOUT, dtypes=_POOLS,
+    "attention_quantise",
+    layout=_LAYOUT,
+    dtypes=_POOLS,
     scratch=lambda node, options: _float_result_nbytes(node) + _partials_nbytes(node),
-    when=_unsupported,
-)  # fmt: skip
+)
 def attention_quantise(ctx: KernelContext) -> list[Launch]:
     node, floats = ctx.node, ctx.scratch
     room, halves = floats + _float_result_nbytes(node), HALVES.get(ctx.out.dtype.name, 0)

@@ -2,7 +2,7 @@
 // among thread blocks, and attention_merge.cu merges their results.
 //
 // POOL: as in attention_pools.cuh. DEPTH: elements of queries, keys and values: 64, 96, 128 or 256. BIASED: logits
-// are capped, or have ALiBi slopes.
+// are capped, or have ALiBi slopes or biases by distance.
 //
 // A block takes 64 keys of a KV head at a time, for up to eight of its query heads. Matrices are transposed,
 // so that heads are the eight columns of a product. Keys: a warp multiplies 16 of them with all queries, and
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
             }
 
             float weights[TILE_KEYS / 16][4], most = -INFINITE;
-            const float slope = BIASED && a.slopes ? a.slopes[unit.head + min(g, heads - 1)] : 0;
+            const HeadBias bias = BIASED ? HeadBias(a, unit.head + min(g, heads - 1)) : HeadBias();
             const VisibleKeys& range = unit.query.keys;
             const bool inside = tile * TILE_KEYS >= range.low && (tile + 1) * TILE_KEYS <= range.high;
 #pragma unroll
@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
                     for (int i = 0; i < 4; i++) {
                         int j = tile * TILE_KEYS + 16 * t + 2 * c + i % 2 + i / 2 * 8;
                         float x = weights[t][i];
-                        if (BIASED) x = logit(a, x, j - range.position, slope);
+                        if (BIASED) x = logit(a, x, j - range.position, bias);
                         weights[t][i] = (j >= range.low) & (j < range.high) ? x : -INFINITE;
                     }
 #pragma unroll

@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) attend(Attention a, int
     const int kv = head / ((int)a.heads / (int)a.kv_heads);
     const VisibleKeys visible = visible_keys(a, sequence_of(a, token), token);
     const float* q = (const float*)(a.q + token * a.q_stride) + head * depth;
-    const float slope = a.slopes ? a.slopes[head] : 0;
+    const HeadBias bias(a, head);
     float top = -INFINITE, total = 0;
     for (int e = thread; e < width; e += THREADS) acc[e] = 0;
     for (int at = visible.low; at < visible.high; at += THREADS) {
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) attend(Attention a, int
             const u8* key = a.k + slots[thread] * a.k_stride;
             float sum = 0;
             for (int e = 0; e < depth; e++) sum = fmaf(q[e], element<K_POOL>(key, kv, e, depth), sum);
-            x = logit(a, sum * a.scale, j - visible.position, slope);
+            x = logit(a, sum * a.scale, j - visible.position, bias);
         }
         float most = fmaxf(top, block_max(x)), shrink = top == -INFINITE ? 0 : __expf(top - most);
         weights[thread] = x == -INFINITE ? 0 : __expf(x - most);

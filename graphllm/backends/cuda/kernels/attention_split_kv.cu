@@ -4,7 +4,7 @@
 //
 // POOL: F32, F16, Q8_0, Q4_0 or FP8, dtype of the pools. DEPTH: elements of a query and a key; WIDTH: of a value;
 // both multiples of 8 from 64 to 576. HEADS: query heads of one KV head that are computed together: 1,
-// 2, 4 or 8. BIASED: logits are capped, or have ALiBi slopes. A warp takes TILE keys at a time, with
+// 2, 4 or 8. BIASED: logits are capped, or have ALiBi slopes or biases by distance. A warp takes TILE keys at a time, with
 // K_LANES threads for a key and V_LANES for a value; a thread has eight elements of every SPAN.
 
 #include "attention.cuh"
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     if (!AHEAD) load_queries();
     if (threadIdx.x < HEADS) s.all_tops[0][threadIdx.x] = -INFINITE, s.all_totals[0][threadIdx.x] = 0;
     const int own = own_head<K_LANES>(lane);  // head whose logits this thread gets
-    const float slope = BIASED && a.slopes ? a.slopes[first + min(own, heads - 1)] : 0;
+    const HeadBias bias = BIASED ? HeadBias(a, first + min(own, heads - 1)) : HeadBias();
     float top = -INFINITE, total = 0;  // of that head
     POOL keys[K_EACH][K_SPANS], values[V_EACH][V_SPANS];
     auto load_keys = [&](POOL (&k)[K_EACH][K_SPANS], POOL (&v)[V_EACH][V_SPANS], int at) {
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
                     for (int e = 0; e < 8; e++) sums[h] = fmaf(q[h][n][e], key[e], sums[h]);
             }
             spread_sums<K_LANES>(sums, lane);
-            if (BIASED) sums[0] = logit(a, sums[0], j - visible.position, slope);
+            if (BIASED) sums[0] = logit(a, sums[0], j - visible.position, bias);
             weights[i] = j < to ? sums[0] : -INFINITE;
             most = fmaxf(most, weights[i]);
         }

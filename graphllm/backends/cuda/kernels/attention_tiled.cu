@@ -2,7 +2,7 @@
 // 2023). Scores stay in registers.
 //
 // POOL: as in attention_pools.cuh. DEPTH: elements of queries, keys and values, a multiple of 32. BIASED: logits
-// are capped, or have ALiBi slopes.
+// are capped, or have ALiBi slopes or biases by distance.
 //
 // A query's bits are those of attention_decode.cu: results of a tile are added to those of its split, and at
 // the end of a split these to the query's. Elements of keys and queries are permuted as there: number
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SHARES) attend(Attenti
         clear_low = end.low, clear_high = min(start.high, end.high);
         if (a.causal && a.prefix_len) clear_high = min(clear_high, start.position + 1);
     }
-    const float slope = a.slopes ? a.slopes[head] : 0;
+    const HeadBias bias = BIASED ? HeadBias(a, head) : HeadBias();
     float acc[OWN][4] = {}, tops[2] = {-INFINITE, -INFINITE}, totals[2] = {};  // of the present split
     u32 mine_q[2][SHARED_QUERIES ? 1 : STEPS][4];
     // A thread has results of two queries: number lane / 4 of its warp's 16, and the eighth after it.
@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SHARES) attend(Attenti
                     const Row& m = row[e / 2];
                     int j = at + 8 * n + lane % 4 * 2 + e % 2;
                     float x = scores[n][e];
-                    if (BIASED) x = logit(a, x, j - m.position, slope);
+                    if (BIASED) x = logit(a, x, j - m.position, bias);
                     scores[n][e] = (j >= m.low) & (j < m.high) ? x : -INFINITE;
                 }
         }

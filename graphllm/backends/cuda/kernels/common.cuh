@@ -276,7 +276,9 @@ __device__ __forceinline__ float act_gelu_erf(float x) {
     return 0.5f * x * (1.f + erff(x * 0.7071067812f));
 }
 
-enum Activation { SILU, GELU_TANH, GELU_ERF };
+__device__ __forceinline__ float act_relu(float x) { return x < 0.f ? 0.f : x; }  // NaN stays NaN
+
+enum Activation { SILU, GELU_TANH, GELU_ERF, RELU };
 
 __device__ __forceinline__ float activate(int kind, float x) {
     if (kind == SILU) return act_silu(x);

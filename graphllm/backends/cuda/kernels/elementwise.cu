@@ -34,7 +34,7 @@ __device__ __forceinline__ void unary(const u8* x, i64 stride, float* out, const
     UNARY_EACH(NAME, 4, EXPRESSION)
 UNARY(scale, x * parameter)
 UNARY(softcap, parameter * tanhf(x / parameter))
-UNARY(relu, x < 0.f ? 0.f : x)  // NaN stays NaN
+UNARY(relu, act_relu(x))
 UNARY(silu, act_silu(x))
 UNARY(sigmoid, 1.f / (1.f + expf(-x)))
 UNARY(gelu_tanh, act_gelu_tanh(x))

@@ -18,7 +18,7 @@ _THREADS = 256
 _FOUR_PER_THREAD = 1 << 18  # elements of the operand from which on a thread takes four
 
 # enum Activation of common.cuh, by op and kind of gelu.
-ACTIVATIONS = {("silu", ""): 0, ("gelu", "tanh"): 1, ("gelu", "erf"): 2}
+ACTIVATIONS = {("silu", ""): 0, ("gelu", "tanh"): 1, ("gelu", "erf"): 2, ("relu", ""): 3}
 
 
 def rows_grid(ctx: KernelContext, x: OperandRef, columns: int) -> tuple[int, int]:

@@ -22,7 +22,8 @@ def _block_kernel(name: str) -> Function:
 
 @BACKEND.kernel("embedding", name="embedding_plain", dtypes={"w": PLAIN})
 def embedding_float(ctx: KernelContext) -> Launch:
-    return _launch(ctx, _float_kernel(ctx.w.dtype.name), ctx.w.address, 1)
+    each = 4 if ctx.w.width % 4 == 0 else 1
+    return _launch(ctx, _float_kernel(ctx.w.dtype.name), ctx.w.address, each)
 
 
 @BACKEND.kernel("embedding", name="embedding_blocks", dtypes={"w": QUANTISED}, pack={"w": PACK})

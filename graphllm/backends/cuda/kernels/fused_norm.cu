@@ -55,6 +55,32 @@ __device__ __forceinline__ void norm_quantise(const u8* h, i64 h_stride, const f
     emit_row(row, targets, width);
 }
 
+// layer_norm(x), quantized, for rows of one unit per warp. b may be null.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    layer_norm_quantise_1(const u8* x, i64 x_stride, const float* w, const float* b, Targets targets,
+                          const i64* live, int width, float eps TIMESTAMPS) {
+    RECORD_TIMESTAMPS
+    RowRegisters<1> row, weight, bias = {};
+    weight.load(w, width);
+    if (b) bias.load(b, width);
+    const i64 rows = begin(live);
+    if (blockIdx.x >= rows) return;
+    row.load(row_of(x, x_stride), width);
+    float sum = 0, squares = 0;
+#pragma unroll
+    for (int k = 0; k < 8; k++) sum += row.v[k];
+    const float mean = block_sum(sum) / width;
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        row.v[k] = row.column(0) + k < width ? row.v[k] - mean : 0.f;
+        squares += row.v[k] * row.v[k];
+    }
+    const float factor = 1.f / sqrtf(block_sum(squares) / width + eps);
+#pragma unroll
+    for (int k = 0; k < 8; k++) row.v[k] = row.v[k] * factor * weight.v[k] + bias.v[k];
+    emit_row(row, targets, width);
+}
+
 // Store x + norm(h) to `sum` and, if AGAIN, the norm of that with w2 to the targets. A warp with two
 // units holds one unit of x at a time, for lack of registers.
 template <int U, bool AGAIN>
@@ -112,6 +138,19 @@ __device__ __forceinline__ float from_half(int kind, u32 pair, int i) {
     return within_f16(from_f16(half));  // an infinity of the product counts as the largest value
 }
 
+// An activation whose result is rounded to f16 or bf16. gelu_erf: Abramowitz and Stegun 1964, 7.1.26, with an
+// error of 1.5e-7 |x|, a third of the instructions of erff.
+__device__ __forceinline__ float activate_half(int kind, float x) {
+    if (kind == SILU) return __fdividef(x, 1.f + __expf(-x));
+    if (kind == GELU_TANH) return __fdividef(x, 1.f + __expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+    if (kind == RELU) return act_relu(x);
+    const float size = fabsf(x), t = __fdividef(1.f, fmaf(0.2316419f, size, 1.f));
+    float tail = fmaf(fmaf(fmaf(fmaf(1.061405429f, t, -1.453152027f), t, 1.421413741f), t, -0.284496736f), t,
+                      0.254829592f);
+    tail *= 0.5f * t * x * __expf(-0.5f * x * x);  // x times the probability of less than -|x|
+    return x > 0.f ? x - tail : tail;
+}
+
 // act(gate) * up of dense rows of f16 or bf16, stored as the same type. A thread computes eight columns.
 template <int KIND>
 __device__ __forceinline__ void glu_halves(const u16* gate, const u16* up, u8* out, i64 out_stride,
@@ -128,13 +167,33 @@ __device__ __forceinline__ void glu_halves(const u16* gate, const u16* up, u8* o
         u32 halves[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            float v = from_half(KIND, x[p], i);
-            v = act == SILU ? __fdividef(v, 1.f + __expf(-v)) : activate(act, v);
+            const float v = activate_half(act, from_half(KIND, x[p], i));
             halves[i] = to_half(KIND, v * from_half(KIND, y[p], i));
         }
         z[p] = halves[0] | halves[1] << 16;
     }
     *(uint4*)(out + row * out_stride + 2 * column) = make_uint4(z[0], z[1], z[2], z[3]);
+}
+
+// act(x + bias) in place for dense rows of f16 or bf16. A thread computes eight columns. bias may be null.
+template <int KIND>
+__device__ __forceinline__ void unit_halves(u16* x, const float* bias, const i64* live, int width, int act) {
+    const i64 rows = begin(live);
+    const i64 row = blockIdx.x;
+    const int column = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
+    if (row >= rows || column >= width) return;
+    uint4* at = (uint4*)(x + row * width + column);
+    const uint4 own = *at;
+    float more[8] = {};
+    if (bias) load_floats(more, bias, column, width);
+    u32 two[4] = {own.x, own.y, own.z, own.w};
+#pragma unroll
+    for (int p = 0; p < 4; p++) {
+        const u32 low = to_half(KIND, activate_half(act, from_half(KIND, two[p], 0) + more[2 * p]));
+        const u32 high = to_half(KIND, activate_half(act, from_half(KIND, two[p], 1) + more[2 * p + 1]));
+        two[p] = low | high << 16;
+    }
+    *at = make_uint4(two[0], two[1], two[2], two[3]);
 }
 
 #define NORMS(U)                                                                                \
@@ -181,3 +240,12 @@ GLU(8)
     }
 GLU_HALVES(f16, 1)
 GLU_HALVES(bf16, 2)
+
+#define UNIT_HALVES(NAME, KIND)                                                                 \
+    extern "C" __global__ void unit_##NAME(u16* x, const float* bias, const i64* live,          \
+                                           int width, int act TIMESTAMPS) {                     \
+        RECORD_TIMESTAMPS                                                                       \
+        unit_halves<KIND>(x, bias, live, width, act);                                           \
+    }
+UNIT_HALVES(f16, 1)
+UNIT_HALVES(bf16, 2)

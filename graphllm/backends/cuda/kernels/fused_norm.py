@@ -19,7 +19,7 @@ from .quantize import has_row_scales, quantise, targets, unit
 
 _MODULE = module("fused_norm")
 _WARPS = 4
-_HALVES_THREADS = 256
+_HALVES_THREADS, _UNIT_THREADS = 256, 128
 
 
 def two_at_most(node: Tensor, options: Options) -> str | None:
@@ -38,7 +38,7 @@ def _norms(node: Tensor, options: Options) -> str | None:
     return _fits(node, options) or two_at_most(node, options)
 
 
-_FLOATS = dict.fromkeys(("h", "w", "x", "w2", "gate", "up"), "f32")
+_FLOATS = dict.fromkeys(("h", "w", "b", "x", "w2", "gate", "up"), "f32")
 
 
 def _rules(*rows: str, **more: Any) -> dict[str, Any]:
@@ -68,6 +68,22 @@ def norm_quantise(ctx: KernelContext) -> Launch:
     args = (x.address, x.row_stride, ctx.w.address, targets(forms), ctx.live_address(rows), width,
             float(ctx.attrs["eps"]))  # fmt: skip
     return _launch("norm_quantise", ctx, width, args, ctx.w)
+
+
+def _narrow_rows(node: Tensor, options: Options) -> str | None:
+    width = node.sources[0].shape[1]
+    assert isinstance(width, int)
+    fits = register_units(width)[0] == 1
+    return two_at_most(node, options) if fits else f"rows of {width} do not fit in registers"
+
+
+@BACKEND.kernel("layer_norm_quantise", **_rules("x", when=_narrow_rows))
+def layer_norm_quantise(ctx: KernelContext) -> Launch:
+    x, rows, width = ctx.x, ctx.x.meta.rows, ctx.x.width
+    args = (x.address, x.row_stride, ctx.w.address, ctx.address("b"), targets(ctx.results),
+            ctx.live_address(rows), width, float(ctx.attrs["eps"]))  # fmt: skip
+    weights = [ref for ref in (ctx.w, ctx.op("b")) if ref is not None]
+    return _launch("layer_norm_quantise", ctx, width, args, *weights)
 
 
 @BACKEND.kernel("norm_add_norm", **_rules("h", "x", when=_norms))
@@ -127,3 +143,10 @@ def gated_halves(ctx: KernelContext, gate: OperandRef, up: OperandRef) -> Launch
             ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]])  # fmt: skip
     grid = (ctx.upper_bound(rows), ceil(width, 8 * _HALVES_THREADS))
     return Launch(_MODULE[f"glu_{gate.dtype.name}"], grid, (_HALVES_THREADS,), args)
+
+
+def unit_in_place(ctx: KernelContext, x: OperandRef, bias: OperandRef | None, act: int) -> Launch:
+    """act(x + bias) for dense f16 or bf16, of whose columns there are a multiple of eight."""
+    args = (x.address, bias.address if bias else 0, ctx.live_address(x.meta.rows), x.width, act)
+    grid = (ctx.upper_bound(x.meta.rows), ceil(x.width, 8 * _UNIT_THREADS))
+    return Launch(_MODULE[f"unit_{x.dtype.name}"], grid, (_UNIT_THREADS,), args)

@@ -32,7 +32,7 @@ _MAX_BATCH_STRIDE = 1 << 38  # bytes between two matrices of a batched product
 
 @dataclass(frozen=True)
 class Job:
-    """One linear: out = residual + x w^T + bias."""
+    """One linear: out = residual + x w^T + bias. cuBLASLt takes a bias of the dtype of ``out``."""
 
     x: OperandRef
     w: OperandRef
@@ -99,7 +99,7 @@ def gemms(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Work]
 def _product(job: Job, w: int, first: int = 0, count: int = 0) -> cublaslt.Matmul:
     """The product of a job, or of its ``count`` rows from ``first`` on, stored at address ``w``."""
     bias, residual = job.bias, job.residual
-    shift = F32.nbytes * first
+    shift = job.out.dtype.nbytes * first
     return cublaslt.Matmul(
         job.x.dtype, job.out.dtype, count or job.rows, job.depth, job.x.address, job.x.row_stride,
         w, job.out.address + job.out.dtype.nbytes * first, job.out.row_stride,

@@ -27,7 +27,7 @@ class Matmul:
     """y = x w^T + bias + residual: dense w [rows, depth], x [T, depth], residual and y [T, rows].
 
     Operands are device addresses (0: none); strides are bytes from one row to the next. x and w are
-    of ``dtype``, y of ``out_dtype``, bias and residual are float32. ``batch`` products of one x are
+    of ``dtype``, y, bias and residual of ``out_dtype``. ``batch`` products of one x are
     computed together; matrix i is ``i * w_batch_stride`` bytes after w, and its result
     ``i * y_batch_stride`` bytes after y.
     """

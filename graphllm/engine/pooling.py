@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-
-def _weighted_mean(x: np.ndarray) -> np.ndarray:
-    weights = np.arange(1, len(x) + 1, dtype=np.float32)[:, None]
-    return (x * weights).sum(axis=0) / weights.sum()
-
-
-# sentence-transformers' names, in the order in which it concatenates several; x is [tokens, dim].
-POOLINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "cls": lambda x: x[0],
-    "max": lambda x: x.max(axis=0),
-    "mean": lambda x: x.mean(axis=0),
-    "mean_sqrt_len_tokens": lambda x: x.sum(axis=0) / np.float32(len(x) ** 0.5),
-    "weightedmean": _weighted_mean,
-    "lasttoken": lambda x: x[-1],
-}
+from ..ops.pooling import POOLINGS
 
 
 def pool(x: np.ndarray, names: Sequence[str]) -> np.ndarray:

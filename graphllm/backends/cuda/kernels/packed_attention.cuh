@@ -1,0 +1,50 @@
+#pragma once
+// Shared by the kernels of bidirectional attention over packed sequences.
+
+#include "attention.cuh"
+
+struct PackedAttention {
+    const u8* q;
+    i64 q_stride;
+    const u8* k;
+    i64 k_stride;
+    const u8* v;
+    i64 v_stride;  // bytes between tokens
+    const int* q_start;
+    const float* position_bias;  // [heads, 2 reach + 1], or null
+    const i64 *tokens, *starts;  // live numbers of tokens, and of elements of q_start
+    u8* out;
+    i64 out_stride;
+    i64 heads, kv_heads;
+    i64 window;  // largest distance of a key; 0: any
+    i64 reach;   // of position_bias
+    i64 starts_ready;  // q_start may be read before the wait
+    float scale;
+    int kind;  // of the results: 0: float32, else as in to_half of quantize.cuh
+};
+
+// The sequence of a token: the last one that begins at or before it. All lanes of a warp take part.
+__device__ __forceinline__ int find_sequence(const int* q_start, int sequences, int token) {
+    int low = 0, high = sequences;
+#pragma unroll 1
+    while (high - low > 1) {
+        const int step = (high - low + WARP - 1) / WARP, at = low + (int)threadIdx.x % WARP * step;
+        const u32 before = __ballot_sync(FULL, at < high && q_start[at] <= token);
+        low += (__popc(before) - 1) * step, high = min(high, low + step);
+    }
+    return low;
+}
+
+// The keys of a sequence of `length` tokens that the queries at `first` to `last` see: low .. high - 1.
+struct KeyRange {
+    int low, high;
+
+    __device__ __forceinline__ KeyRange(const PackedAttention& a, int length, int first, int last)
+        : low(a.window ? max(0, first - (int)a.window) : 0),
+          high(a.window ? min(length, last + (int)a.window + 1) : length) {}
+};
+
+// The biases of a head by distance, from that of distance 0 on; null if there are none.
+__device__ __forceinline__ const float* biases_of(const PackedAttention& a, int head) {
+    return a.position_bias ? a.position_bias + head * (2 * a.reach + 1) + a.reach : nullptr;
+}
