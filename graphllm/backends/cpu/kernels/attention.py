@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from .... import ops
+from ....graph.dtype import F32
 from ....graph.tensor import Tensor
 from ... import Options
 from .. import BACKEND
@@ -164,7 +166,13 @@ def attention(ctx: KernelContext) -> list[Launch]:
     return launches(ctx, ctx.out.address, ctx.scratch)
 
 
-@BACKEND.kernel("packed_attention", layout=LAYOUT, dtypes={"q": "f32"}, scratch=_packed_scratch)
+def _upcast(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
+    """Queries, keys and values in float32."""
+    rows, rest = node.sources[:3], node.src[3:]
+    return (*(x if x.dtype == F32 else ops.cast(x, dtype=F32.name) for x in rows), *rest)
+
+
+@BACKEND.kernel("packed_attention", layout=LAYOUT, scratch=_packed_scratch, lower=_upcast)
 def packed_attention(ctx: KernelContext) -> list[Launch]:
     block = _arguments(ctx, ctx.out.address, ctx.scratch, _row_splits(ctx.node))
     return _launch(ctx, block._replace(reach=ctx.attrs["window"]))
