@@ -41,7 +41,7 @@ BILL = {"wall_ns": 2_000_000, "steps": 3, "tokens": 9, "recomputed_tokens": 0, "
 # Any one of them takes minutes if its time grows with the square of the length.
 LONG = [
     "`", "*", "_", "~~", "[", "![", "](", "> ", "- ", "#", "|", "\\", "a`", "` ``", "*a ", "a* ",
-    "[a](", "http://", "1. ", "-|", "<b>", "\n> ", "\n- ", "\n\n", "\n```\n", "  \n", "\n |",
+    "[a](", "http://", "https://%", "[https://-", "1. ", "-|", "<b>", "\n> ", "\n- ", "\n\n", "\n```\n", "  \n", "\n |",
 ]  # fmt: skip
 
 
@@ -165,9 +165,37 @@ def test_a_chat(llm, server, opened):
     assert texts(page, ".typed") == ["hello"]
     page.click(".edit")
     assert page.evaluate("document.querySelector('#question').value") == "hello"
-    assert texts(page, ".open") == ["<b>other</b>"]
+    page.key("Escape")
+    assert not page.evaluate("document.querySelector('#question').value")
+    page.click(".edit")
+    page.type(" there")
+    page.key("Enter")
+    wait_for_answers(page, 1)
+    assert texts(page, ".typed") == ["hello there"]
+    assert texts(page, ".open") == ["hello there", "<b>other</b>"]
+    page.click(".remove")  # the current one
+    assert texts(page, ".open") == ["<b>other</b>"] and texts(page, ".typed") == ["<b>other</b>"]
     page.click(".remove")
-    assert not texts(page, ".open")
+    page.load(address(server))
+    assert not texts(page, ".open") and not texts(page, ".typed")
+
+
+def test_windows_keep_the_conversations_of_each_other(canned, opened):
+    one, two = opened(canned), opened(canned)
+    ask(one, "0")
+    wait_for_answers(one, 1)
+    ask(two, "1")
+    wait_for_answers(two, 1)
+    one.click("#new")
+    ask(one, "2")
+    wait_for_answers(one, 1)
+    assert texts(one, ".open") == ["2", "0", "1"]
+    one.load(canned)
+    one.evaluate("localStorage.setItem('filler', 'x'.repeat(5e6))")
+    ask(one, "x" * 400_000)  # more than what is left
+    wait(one, "!document.querySelector('#room').hidden")
+    two.load(canned)
+    assert len(texts(two, ".open")) == 3  # nothing that was stored is lost
 
 
 def test_a_key_is_asked_for(llm, browser):

@@ -1,6 +1,7 @@
 // The page: conversations at the side, messages, and the field for the next question.
 
-const page = { conversation: store.conversations[0] || newConversation(), running: null };
+// running: the answer that is generated; edited: index of the question that is written again.
+const page = { conversation: store.conversations[0] || newConversation(), running: null, edited: null };
 const byId = (id) => document.getElementById(id);
 const settings = settingsDialog();
 
@@ -24,6 +25,7 @@ function showAll() {
 
 function show(conversation) {
   stop();
+  cancelEdit();
   page.conversation = conversation;
   showAll();
   document.body.classList.remove("listing");
@@ -32,18 +34,17 @@ function show(conversation) {
 }
 
 function remove(conversation) {
-  store.conversations = store.conversations.filter((each) => each !== conversation);
-  save();
-  if (conversation === page.conversation) show(store.conversations[0] || newConversation());
+  const isOwn = conversation === page.conversation;
+  if (isOwn) stop();
+  store.remove(conversation);
+  if (isOwn) show(store.conversations[0] || newConversation());
   else showAll();
 }
 
-/** Save; a conversation is in the list once it has a question. */
-function save() {
-  const own = page.conversation;
-  if (!store.conversations.includes(own)) store.conversations.unshift(own);
-  store.conversations = store.conversations.filter((each) => each.messages.length);
-  if (!store.save()) say("The browser has no room for all conversations; the oldest will be lost.");
+/** Save a conversation, which becomes the first of the list. */
+function save(conversation) {
+  const saved = store.save(conversation);
+  byId("room").hidden = saved;
 }
 
 const say = (text) => { byId("status").textContent = text; };
@@ -55,20 +56,28 @@ function messageElement(message, index) {
   return new AnswerElement(message, () => regenerate(index)).element;
 }
 
-/** Take a question and what follows back, to be written again. */
+/** Write a question again: sending it replaces the old one and what follows it; Escape cancels. */
 function edit(index) {
   stop();
-  const [question] = page.conversation.messages.splice(index);
-  save();
-  showAll();
-  byId("question").value = question.content;
+  page.edited = index;
+  byId("question").value = page.conversation.messages[index].content;
   resizeField();
   byId("question").focus();
+  say("Sending replaces the question and what follows it; Escape cancels.");
+}
+
+function cancelEdit() {
+  if (page.edited === null) return;
+  page.edited = null;
+  byId("question").value = "";
+  resizeField();
+  say("");
 }
 
 /** Replace an answer, without what followed it. */
 function regenerate(index) {
   stop();
+  cancelEdit();
   page.conversation.messages.splice(index);
   showAll();
   answer();
@@ -77,10 +86,12 @@ function regenerate(index) {
 function send() {
   const field = byId("question"), text = field.value;
   if (!text.trim() || page.running) return;
+  if (page.edited !== null) page.conversation.messages.splice(page.edited);
+  page.edited = null;
   page.conversation.messages.push({ role: "user", content: text });
   field.value = "";
   resizeField();
-  save();
+  save(page.conversation);
   showAll();
   answer();
 }
@@ -110,7 +121,7 @@ async function answer() {
   keepAtEnd(() => shown.finish());
   if (page.running === running) page.running = null;
   showRunning();
-  if (store.conversations.includes(conversation)) save();
+  if (!store.removed.has(conversation.id)) save(conversation);
 }
 
 /** Fill the message with what the server sends, or with the reason why it does not. */
@@ -194,7 +205,9 @@ byId("question").addEventListener("keydown", (event) => {
   send();
 });
 addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  stop();
+  cancelEdit();
 });
 byId("stop").addEventListener("click", stop);
 byId("new").addEventListener("click", () => show(newConversation()));

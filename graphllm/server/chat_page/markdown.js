@@ -13,7 +13,7 @@ const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +(.*))?$/;
 const RULE = /^ {0,3}(?:(?:\* *){3,}|(?:- *){3,}|(?:_ *){3,})$/;
 const DELIMITERS = /^[ |:-]+$/; // second line of a table
-const ADDRESS = /https?:\/\/[^\s<>"'`)\]]+/y;
+const ADDRESS = /https?:\/\/[^\s<>"'`)\]]{1,500}/y;
 const PLAIN = /[^`*_~[\]\\!h]+/y; // without the first character of any mark
 const WORD = /[\p{L}\p{N}]/u;
 
@@ -328,11 +328,11 @@ class InlineParser {
 
   /** An address in the text. */
   address() {
+    const inLink = Math.max(this.find("["), this.find("![")) > 0;
     ADDRESS.lastIndex = this.at;
-    const match = WORD.test(this.text[this.at - 1] || " ") ? null : ADDRESS.exec(this.text);
-    const text = match && match[0].slice(0, MAX_ADDRESS).replace(/[.,;:!?]$/, "");
-    const found = text && Math.max(this.find("["), this.find("![")) < 0 ? link(text) : null;
-    if (!found) return this.literal(1);
+    const match = inLink || WORD.test(this.text[this.at - 1] || " ") ? null : ADDRESS.exec(this.text);
+    const text = match && match[0].replace(/[.,;:!?]$/, ""), found = text && link(text);
+    if (!found) return this.literal(match ? match[0].length : 1);
     this.add(fill(found, {}, [text]));
     this.at += text.length;
   }

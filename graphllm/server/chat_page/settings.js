@@ -2,7 +2,7 @@
 
 // name in the API, label, least, most, step
 const NUMBERS = [
-  ["temperature", "Temperature; 0 always takes the likeliest token", 0, 5, 0.05],
+  ["temperature", "Temperature; 0 always takes the likeliest token", 0, 2, 0.05],
   ["top_p", "Top-p", 0, 1, 0.01],
   ["top_k", "Top-k; 0 disables it", 0, 1000000, 1],
   ["min_p", "Min-p", 0, 1, 0.01],

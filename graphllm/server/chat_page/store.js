@@ -23,18 +23,37 @@ const isConversation = (value) =>
 const store = {
   conversations: stored(CONVERSATIONS, Array.isArray, []).filter(isConversation),
   settings: stored(SETTINGS, (value) => value && typeof value === "object", {}),
+  removed: new Set(), // ids of conversations that this window deleted
 
-  /** Save the conversations, the newest first; the oldest ones are dropped where room is short. */
-  save() {
-    for (let count = store.conversations.length; count >= 0; count--) {
+  /**
+   * Save a conversation as the newest one; one without messages is deleted. Those of other windows are
+   * kept, and the oldest ones are dropped where room is short. Returns whether everything was saved.
+   */
+  save(changed) {
+    const own = changed.messages.length ? [changed] : [];
+    const others = new Map(store.conversations.map((each) => [each.id, each]));
+    const found = stored(CONVERSATIONS, Array.isArray, []).filter(isConversation);
+    for (const each of found) if (!others.has(each.id)) others.set(each.id, each);
+    others.delete(changed.id);
+    const kept = [...others.values()].filter((each) => each.messages.length && !store.removed.has(each.id));
+    store.conversations = [...own, ...kept];
+    let count = store.conversations.length;
+    const texts = store.conversations.map((each) => JSON.stringify(each));
+    for (; count >= own.length; count--) {
       try {
-        localStorage.setItem(CONVERSATIONS, JSON.stringify(store.conversations.slice(0, count)));
-        return count === store.conversations.length;
+        localStorage.setItem(CONVERSATIONS, `[${texts.slice(0, count)}]`);
+        return count === texts.length;
       } catch {
-        // The quota is exceeded, or storage is disabled.
+        // The quota is exceeded, or storage is disabled: what is stored stays.
       }
     }
     return false;
+  },
+
+  /** Delete a conversation, also from the browser's storage. */
+  remove(conversation) {
+    store.removed.add(conversation.id);
+    store.save({ ...conversation, messages: [] });
   },
 
   saveSettings(settings) {
@@ -47,12 +66,23 @@ const store = {
   },
 
   get key() {
-    return sessionStorage.getItem(KEY) || "";
+    try {
+      return sessionStorage.getItem(KEY) || store.unsavedKey;
+    } catch {
+      return store.unsavedKey;
+    }
   },
 
   set key(value) {
-    sessionStorage.setItem(KEY, value);
+    store.unsavedKey = value;
+    try {
+      sessionStorage.setItem(KEY, value);
+    } catch {
+      // Storage is disabled: the key is kept until the page is reloaded.
+    }
   },
+
+  unsavedKey: "",
 };
 
 function newConversation() {
