@@ -109,14 +109,16 @@ class HfCheckpoint:
     def weights(self, spec: ModelSpec, config: ModelConfig) -> Weights:
         """See `Checkpoint.weights`. ModelFileError if a tied head is not the embedding."""
         rules, n = (*UNUSED_BUFFERS, *spec.hf_rules(config)), config.names
-        if spec.is_decoder and f"{n.embed}.weight" in self.tensors and n.model:
+        weights = NamedWeights(self.file, rules, strict=False)
+        unprefixed = spec.is_decoder and n.model and f"{n.embed}.weight" in self.tensors
+        if unprefixed and f"{n.model}.{n.embed}.weight" not in weights.names():
             if spec.hf:
                 raise ModelFileError(
                     f"{self.path}: tensor names of {spec.name} without the prefix {quote(n.model)} "
                     "are not supported"
                 )
             rules = (*rules, *optional_prefix(n.model, n.head))
-        weights = NamedWeights(self.file, rules, strict=False)
+            weights = NamedWeights(self.file, rules, strict=False)
         head = f"{n.head}.weight"
         if config.tied and head in weights.names():
             embedding = f"{n.model}.{n.embed}.weight".lstrip(".")

@@ -79,7 +79,7 @@ def test_rows_follow_the_table():
         10,
         3,
     ]
-    assert env == {"kv_sum": sum(range(3, 11)) + sum(range(1, 4))}
+    assert env == {"kv_sum": sum(range(3, 11)) + sum(range(1, 4)), "prefix_sum": 0}
     for group, table in blocks.tables.items():
         assert table.dtype == np.int32 and table.shape == (16,)
         assert (table[:3] >= 0).all() and (table[3:] == -1).all()

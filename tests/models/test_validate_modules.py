@@ -232,7 +232,7 @@ def test_a_directory_with_code_of_its_own(folder, monkeypatch):
     assert found.first is None and found.runs[0].verdict.endswith("; pass one with --oracle FILE")
     layers = next(c for c in found.runs[0].checks if c.name == "layers")
     assert hint in layers.summary
-    monkeypatch.setattr(hf_oracle, "has_causal_lm", lambda kind: True)
+    monkeypatch.setattr(hf_oracle, "has_model", lambda kind, spec: True)
     with pytest.raises(
         RequestError, match=r"transformers cannot load .* an --oracle FILE may import"
     ):

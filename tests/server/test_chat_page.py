@@ -41,7 +41,8 @@ BILL = {"wall_ns": 2_000_000, "steps": 3, "tokens": 9, "recomputed_tokens": 0, "
 # Any one of them takes minutes if its time grows with the square of the length.
 LONG = [
     "`", "*", "_", "~~", "[", "![", "](", "> ", "- ", "#", "|", "\\", "a`", "` ``", "*a ", "a* ",
-    "[a](", "http://", "https://%", "[https://-", "1. ", "-|", "<b>", "\n> ", "\n- ", "\n\n", "\n```\n", "  \n", "\n |",
+    "[a](", "http://", "https://%", "[https://-", "1. ", "-|", "<b>",
+    "\n> ", "\n- ", "\n\n", "\n```\n", "  \n", "\n |",
 ]  # fmt: skip
 
 

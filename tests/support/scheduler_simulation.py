@@ -185,12 +185,12 @@ class Simulation:
         """Compute the chunks on the device: write all keys, then read what is attended to."""
         self.steps += bool(chunks)
         numbers = {}
-        for sequence, start, stop, _ in chunks:
+        for sequence, start, stop, *_ in chunks:
             tokens = self.device[sequence][:stop]
             assert len(tokens) == stop
             numbers[sequence] = self.content.numbers(tokens, sequence.prefix)
             self.content.write(sequence.blocks, start, numbers[sequence][start:])
-        for sequence, start, _, samples in chunks:
+        for sequence, start, _, samples, *_ in chunks:
             self.content.read(sequence.blocks, start, numbers[sequence])
             if samples:
                 self.device[sequence] += self._random_tokens(1)
@@ -198,7 +198,7 @@ class Simulation:
     def complete(self, chunks: list[Chunk]) -> None:
         """Read the sampled tokens; sequences that reach their limits end."""
         self.scheduler.complete(chunks)
-        for sequence, _, stop, samples in chunks:
+        for sequence, _, stop, samples, *_ in chunks:
             if sequence not in self.limits:
                 continue  # cancelled
             assert sequence.computed == stop
@@ -210,7 +210,7 @@ class Simulation:
 
     def write_rubbish(self, chunks: list[Chunk]) -> None:
         """Write into some of the rows, as a step that fails."""
-        for sequence, start, stop, _ in chunks:
+        for sequence, start, stop, *_ in chunks:
             written = int(self.rng.integers(start, stop + 1))
             self.content.write(sequence.blocks, start, -np.arange(2, written - start + 2))
 
@@ -236,7 +236,7 @@ class Simulation:
             rows = [self.scheduler._running.index(c.sequence) for c in chunks
                     if c.samples == sampling]  # fmt: skip
             assert rows == sorted(rows)
-        for sequence, start, stop, samples_next in chunks:
+        for sequence, start, stop, samples_next, *_ in chunks:
             length = len(self.device[sequence])
             assert start < stop <= min(length, self.context)
             assert samples_next == (stop == length)
