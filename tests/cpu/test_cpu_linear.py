@@ -87,16 +87,21 @@ def test_threads_change_nothing(name, linear):
     assert all(np.array_equal(r, results[0]) for r in results)
 
 
-@pytest.mark.parametrize("name, k", [("q8_0", 320), ("q4_k", 512), ("w8a8", 672), ("fp8", 352)])
+@pytest.mark.parametrize(
+    "name, k",
+    [("q8_0", 320), ("q4_k", 512), ("q6_k", 512), ("w8a8", 672), ("fp8", 352), ("f16", 96)],
+)
 def test_more_tokens_than_a_pass(name, k, monkeypatch):
-    """The bits of a token are the same in every pass over a group."""
-    monkeypatch.setattr(linear_cases, "MOST", 300)
+    """The bits of a token are the same in every pass over a group. Passes are chunks of their own
+    here, as the groups are few."""
+    monkeypatch.setattr(linear_cases, "MOST", 517)
     kind = dtype(name)
-    raw, x = any_bits(kind, 33, k), activation(k, 300)
+    raw, x = any_bits(kind, 33, k), activation(k, 517)
     product = Product(raw, kind, k)
     got = product(x)
-    for t in (0, 75, 76, 127, 128, 149, 150, 255, 256, 287, 288, 299):
+    for t in (0, 75, 76, 127, 128, 149, 150, 255, 256, 287, 288, 299, 511, 512, 516):
         assert np.array_equal(product(x[t : t + 1])[0], got[t]), t
+    assert np.array_equal(product(x[:300]), got[:300])
 
 
 @pytest.mark.parametrize("name", FORMATS)
