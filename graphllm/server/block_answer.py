@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..engine.completion import Completion
 from ..tokenizer import Tokenizer
 from .answers import Answer, Object, Piece
-from .chat_text import ChatText
+from .chat_text import ChatText, call_object
 from .json_data import json_bytes
+from .tool_call_parser import Part, Text
 
 REASONING, TEXT, CALL = "reasoning", "text", "call"
 
@@ -113,36 +113,31 @@ class BlockAnswer(Answer):
     # -- blocks
     def _read(self, text: str, finish: str | None) -> Iterator[Object]:
         """Yield the events of new text; ``finish``: finish_reason, if the text is the last one."""
-        delta, reason = self._chat_text.delta(0, text, finish)
-        for kind, part, call in _parts(delta):
-            yield from self._add(kind, part, call)
+        parts, reason = self._chat_text.parts(0, text, finish)
+        for part in parts:
+            yield from self._add(part)
         if reason is not None:
             self.reason = reason
             if self._open is not None:
                 self._open.complete = finish != "length"
                 yield from self._close()
 
-    def _add(self, kind: str, part: str, call: Object) -> Iterator[Object]:
-        if self._open is None or self._open.kind != kind or "id" in call:
+    def _add(self, part: Part) -> Iterator[Object]:
+        """Yield the events of a part; only the first one of a call has a name."""
+        if isinstance(part, Text):
+            kind, text, call = REASONING if part.reasoning else TEXT, part.text, None
+        else:
+            kind, text, call = CALL, part.arguments, call_object(part) if part.name else None
+        if self._open is None or self._open.kind != kind or call is not None:
             yield from self._close()
-            self._open = Block(kind, len(self.blocks), call=call)
+            self._open = Block(kind, len(self.blocks), call=call or {})
             self.blocks.append(self._open)
             yield from self.opened(self._open)
-        if part:
-            self._open.parts.append(part)
-            yield from self.added(self._open, part)
+        if text:
+            self._open.parts.append(text)
+            yield from self.added(self._open, text)
 
     def _close(self) -> Iterator[Object]:
         if self._open is not None:
             block, self._open = self._open, None
             yield from self.closed(block)
-
-
-def _parts(delta: Object) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the kind, the text and the call of what a delta of a chat adds."""
-    if reasoning := delta.get("reasoning_content"):
-        yield REASONING, reasoning, {}
-    if content := delta.get("content"):
-        yield TEXT, content, {}
-    for call in delta.get("tool_calls", ()):
-        yield CALL, call["function"]["arguments"], call

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from .errors import ApiError
 from .harmony import HarmonyParser, is_harmony
 from .reasoning import BEGIN, END, ReasoningParser
-from .tool_call_parser import ToolCall, ToolCallParser
+from .tool_call_parser import Part, Text, ToolCall, ToolCallParser
 from .tools import (
     SHORT_IDS,
     Messages,
@@ -82,8 +82,8 @@ class AnswerParser(Protocol):
     @property
     def calls(self) -> int: ...
 
-    def push(self, text: str, last: bool) -> tuple[str, str, list[ToolCall]]:
-        """Return new reasoning, content and parts of calls; ``last``: no more text follows."""
+    def push(self, text: str, last: bool) -> list[Part]:
+        """Return the parts that ``text`` completes, in their order; ``last``: no more follows."""
 
 
 class ChatText:
@@ -101,18 +101,18 @@ class ChatText:
     def message(self, text: str, finish: str) -> tuple[Object, str]:
         """Return the fields of a message with a whole answer, and its finish_reason."""
         answer = self._parser()
-        reasoning, content, parts = answer.push(text, last=True)
-        parts = self._wanted(parts)
+        parts = self._wanted(answer.push(text, last=True))
+        reasoning, content = _texts(parts)
         made: Object = {"content": content}
         if reasoning:
             made["reasoning_content"] = reasoning
         calls = dict[int, ToolCall]()
-        for part in parts:
+        for part in _calls(parts):
             known = calls.setdefault(part.index, ToolCall(part.index, part.name, ""))
             known.arguments += part.arguments
         if calls:
             made["content"] = content or None
-            made["tool_calls"] = [_call(call) for call in calls.values()]
+            made["tool_calls"] = [call_object(call) for call in calls.values()]
         return made, self._finish(answer, finish)
 
     def delta(self, index: int, text: str, finish: str | None) -> tuple[Object, str | None]:
@@ -123,14 +123,20 @@ class ChatText:
             text: the new text.
             finish: finish_reason; the text is the last one.
         """
-        answer = self._answers.setdefault(index, self._parser())
-        reasoning, content, calls = answer.push(text, last=finish is not None)
+        parts, reason = self.parts(index, text, finish)
+        reasoning, content = _texts(parts)
         made: Object = {"content": content} if content else {}
         if reasoning:
             made["reasoning_content"] = reasoning
-        if calls := self._wanted(calls):
-            made["tool_calls"] = [{"index": call.index, **_call(call)} for call in calls]
-        return made, self._finish(answer, finish) if finish is not None else None
+        if calls := _calls(parts):
+            made["tool_calls"] = [{"index": call.index, **call_object(call)} for call in calls]
+        return made, reason
+
+    def parts(self, index: int, text: str, finish: str | None) -> tuple[list[Part], str | None]:
+        """As `delta`, but return the parts in the order of the text."""
+        answer = self._answers.setdefault(index, self._parser())
+        parts = self._wanted(answer.push(text, last=finish is not None))
+        return parts, self._finish(answer, finish) if finish is not None else None
 
     def reasoning_tokens(self, texts: Iterable[str], size: int) -> int:
         """Return how many of an answer's tokens have its reasoning, and what precedes it.
@@ -144,13 +150,14 @@ class ChatText:
             if found >= size:
                 break
             count += 1
-            found += len(parser.push(text, last=False)[0])
+            found += len(_texts(parser.push(text, last=False))[0])
         return count
 
-    def _wanted(self, parts: list[ToolCall]) -> list[ToolCall]:
-        """Return the parts of the first call alone if there may not be several."""
-        several = self._tools is None or self._tools.several
-        return parts if several else [part for part in parts if part.index == 0]
+    def _wanted(self, parts: list[Part]) -> list[Part]:
+        """Return the parts without those of further calls if there may not be several."""
+        if self._tools is None or self._tools.several:
+            return parts
+        return [part for part in parts if isinstance(part, Text) or part.index == 0]
 
     def _finish(self, answer: AnswerParser, reason: str) -> str:
         return self._tools.finish_reason(reason) if self._tools and answer.calls else reason
@@ -166,19 +173,27 @@ class _MarkedParser:
     def calls(self) -> int:
         return 0 if self._calls is None else self._calls.calls
 
-    def push(self, text: str, last: bool) -> tuple[str, str, list[ToolCall]]:
+    def push(self, text: str, last: bool) -> list[Part]:
         """See `AnswerParser`."""
         reasoning, content = self._reasoning.push(text, last) if self._reasoning else ("", text)
+        parts: list[Part] = [Text(reasoning, reasoning=True)] if reasoning else []
         if self._calls is None:
-            return reasoning, content, []
-        content, parts = self._calls.push(content)
-        if last:
-            rest, more = self._calls.finish()
-            content, parts = content + rest, [*parts, *more]
-        return reasoning, content, parts
+            return [*parts, Text(content)] if content else parts
+        return [*parts, *self._calls.push(content), *(self._calls.finish() if last else ())]
 
 
-def _call(call: ToolCall) -> Object:
+def _texts(parts: Iterable[Part]) -> tuple[str, str]:
+    """Return the reasoning and the content."""
+    texts = [part for part in parts if isinstance(part, Text)]
+    reasoning = "".join(part.text for part in texts if part.reasoning)
+    return reasoning, "".join(part.text for part in texts if not part.reasoning)
+
+
+def _calls(parts: Iterable[Part]) -> list[ToolCall]:
+    return [part for part in parts if isinstance(part, ToolCall)]
+
+
+def call_object(call: ToolCall) -> Object:
     """Return the object of a call; without a name that of its next arguments."""
     if not call.name:
         return {"function": {"arguments": call.arguments}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from .tool_call_parser import ToolCall, overlap
+from .tool_call_parser import Part, Text, ToolCall, overlap
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", START, "<|call|>", "<|return|>")  # of a message
@@ -36,17 +36,13 @@ class HarmonyParser:
         self._rest = ""  # not parsed yet
         self._kind: str | None = None  # of the message: reasoning, content or call; None: a header
 
-    def push(self, text: str, last: bool) -> tuple[str, str, list[ToolCall]]:
-        """Return the reasoning, the content and the parts of calls that ``text`` completes.
-
-        ``last``: no more follows.
-        """
+    def push(self, text: str, last: bool) -> list[Part]:
+        """See `AnswerParser`."""
         self._rest += text
-        self._found = {"reasoning": "", "content": "", "call": ""}
-        self._parts: list[ToolCall] = []
+        self._parts: list[Part] = []
         while self._header(last) if self._kind is None else self._body(last):
             pass
-        return self._found["reasoning"], self._found["content"], self._parts
+        return self._parts
 
     def _header(self, last: bool) -> bool:
         """Read up to the text of a message; return whether something follows."""
@@ -76,9 +72,10 @@ class HarmonyParser:
         at, mark = min(ends, default=(-1, ""))
         held = 0 if last else max(overlap(rest, each) for each in _ENDS)
         shown = rest[:at] if at >= 0 else rest[: len(rest) - held]
-        if self._kind == "call" and shown:
-            self._parts.append(ToolCall(self.calls, "", shown))
-        self._found[self._kind or "content"] += shown
+        if shown:
+            text = Text(shown, reasoning=self._kind == "reasoning")
+            call = ToolCall(self.calls, "", shown)
+            self._parts.append(call if self._kind == "call" else text)
         self._rest = rest[len(shown) + len(mark) :]
         if self._kind == "call" and (at >= 0 or last):
             self.calls += 1

@@ -32,6 +32,17 @@ class ToolCall:
     arguments: str
 
 
+@dataclass
+class Text:
+    """Text that a piece of an answer adds. ``reasoning``: it is no content."""
+
+    text: str
+    reasoning: bool = False
+
+
+Part = Text | ToolCall
+
+
 class ToolCallParser:
     """Splits an answer into text and tool calls.
 
@@ -55,20 +66,24 @@ class ToolCallParser:
         self._in_text = False  # whether text came since the last call
         self._scanner = _ValueScanner()
 
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Return the text and the parts of calls that ``text`` completes."""
+    def push(self, text: str) -> list[Part]:
+        """Return the text and the parts of calls that ``text`` completes, in their order."""
         return self._run(text, last=False)
 
-    def finish(self) -> tuple[str, list[ToolCall]]:
+    def finish(self) -> list[Part]:
         """Return what was held back, at the end of the answer."""
         return self._run("", last=True)
 
-    def _run(self, text: str, last: bool) -> tuple[str, list[ToolCall]]:
+    def _run(self, text: str, last: bool) -> list[Part]:
         self._rest += text
-        self._found, self._calls = list[str](), list[ToolCall]()
+        self._parts = list[Part]()
         while self._state(last):
             pass
-        return "".join(self._found), self._calls
+        return self._parts
+
+    def _add_text(self, text: str) -> None:
+        if text:
+            self._parts.append(Text(text))
 
     # Each state consumes some of the rest, and returns whether another one goes on with it.
     def _text(self, last: bool) -> bool:
@@ -78,7 +93,7 @@ class ToolCallParser:
         end = at if at >= 0 else len(rest) - (0 if last else overlap(rest, begin))
         before = rest[:end]
         if before.strip() or self._in_text or (last and not self.calls):
-            self._found.append(before)
+            self._add_text(before)
             self._in_text = True
         elif at < 0:
             return False
@@ -121,7 +136,7 @@ class ToolCallParser:
 
     def _passing(self, last: bool) -> bool:
         """Text up to the end."""
-        self._found.append(self._rest)
+        self._add_text(self._rest)
         self._rest = ""
         return False
 
@@ -134,7 +149,7 @@ class ToolCallParser:
         if found is not None:
             if found[1] not in self._names:
                 return self._not_a_call()
-            self._calls.append(ToolCall(self.calls, found[1], ""))
+            self._parts.append(ToolCall(self.calls, found[1], ""))
             self._rest, self._scanner = rest[found.end() :], _ValueScanner()
             self._state = self._arguments
             return True
@@ -151,7 +166,7 @@ class ToolCallParser:
             return self._not_a_call()
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
             return self._not_a_call()
-        self._calls.append(ToolCall(self.calls, name, json.dumps(arguments, ensure_ascii=False)))
+        self._parts.append(ToolCall(self.calls, name, json.dumps(arguments, ensure_ascii=False)))
         self.calls += 1
         self._scanner = _ValueScanner()
         self._rest, self._state, self._in_text = rest[size:], self._after, False
@@ -163,7 +178,7 @@ class ToolCallParser:
         if not self._form.anywhere:
             self._state = self._passing
             return True
-        self._found.append(self._begun)
+        self._add_text(self._begun)
         self._rest, self._in_text = self._rest[len(self._begun) :], True
         self._state = self._text
         return True
@@ -172,7 +187,7 @@ class ToolCallParser:
         """The arguments of a call, as they come."""
         part, done = self._scanned()
         if part:
-            self._calls.append(ToolCall(self.calls, "", part))
+            self._parts.append(ToolCall(self.calls, "", part))
         if not done:
             return False
         self.calls += 1

@@ -134,6 +134,7 @@ def test_blocks(llm, size):
 
     for text, finish, kinds, reason in (
         (SCRIPT, "stop", ["thinking", "text", "tool_use"], "tool_use"),
+        (SCRIPT + "Done.", "stop", ["thinking", "text", "tool_use", "text"], "tool_use"),
         (SCRIPT[:-16], "length", ["thinking", "text", "tool_use"], "max_tokens"),
         (SCRIPT[:9], "length", ["thinking"], "max_tokens"),
         ("", "stop", [], "end_turn"),

@@ -141,14 +141,16 @@ def test_items(llm, size):
         text = chat_text(template, "", tool_use(fields, template), False)
         return ResponseAnswer(MODEL, llm.tokenizer, text, {"tools": TOOLS})
 
-    for text, finish, count, status in (
-        (SCRIPT, "stop", 3, "completed"),
-        (SCRIPT[:-16], "length", 3, "incomplete"),
-        ("", "stop", 0, "completed"),
+    kinds = list(NAMES)
+    for text, finish, types, status in (
+        (SCRIPT, "stop", kinds, "completed"),
+        (SCRIPT + "Done.", "stop", [*kinds, "message"], "completed"),
+        (SCRIPT[:-16], "length", kinds, "incomplete"),
+        ("", "stop", [], "completed"),
     ):
         done = completion(llm.tokenizer, text, finish)
         whole = answer().whole([done])
-        assert [item["type"] for item in whole["output"]] == list(NAMES)[:count]
+        assert [item["type"] for item in whole["output"]] == types
         assert whole["status"] == status
         reasoning = whole["usage"]["output_tokens_details"]["reasoning_tokens"]
         assert reasoning == len(completion(llm.tokenizer, text[:9] + "\n" * bool(text)).ids)

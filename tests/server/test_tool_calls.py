@@ -10,7 +10,7 @@ import pytest
 from graphllm.server.chat_text import chat_messages
 from graphllm.server.harmony import HarmonyParser
 from graphllm.server.reasoning import ReasoningParser
-from graphllm.server.tool_call_parser import ToolCallParser
+from graphllm.server.tool_call_parser import Part, Text, ToolCallParser
 from graphllm.server.tools import (
     HERMES,
     LLAMA3,
@@ -29,13 +29,18 @@ ADD, TIME = ("add", {"a": 1, "text": '} " ]é</tool_call>'}), ("get_time", {})
 TURNED = '{"arguments": {"a": 2}, "name": "add"}'
 
 
+def joined(pieces: list[list[Part]]) -> list[Part]:
+    return [part for parts in pieces for part in parts]
+
+
 def parse(form: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str]], int]:
     """Text, calls as (name, JSON text), and the number of complete calls."""
     parser = ToolCallParser(form, NAMES)
     shown, calls = "", dict[int, list[str]]()
-    for text, parts in [*map(parser.push, pieces), parser.finish()]:
-        shown += text
-        for part in parts:
+    for part in joined([*map(parser.push, pieces), parser.finish()]):
+        if isinstance(part, Text):
+            shown += part.text
+        else:
             own = calls.setdefault(part.index, [part.name, ""])
             assert part.name in ("", own[0])
             own[1] += part.arguments
@@ -125,10 +130,11 @@ ADDS = "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>js
 def test_harmony(answer, reasoning, content, calls):
     for pieces in ([answer], list(answer), [answer[:30], answer[30:]]):
         parser, shown, made = HarmonyParser(NAMES), ["", ""], dict[int, list[str]]()
-        for text, last in [*((piece, False) for piece in pieces), ("", True)]:
-            *texts, parts = parser.push(text, last)
-            shown = [a + b for a, b in zip(shown, texts)]
-            for part in parts:
+        found = [*(parser.push(piece, last=False) for piece in pieces), parser.push("", last=True)]
+        for part in joined(found):
+            if isinstance(part, Text):
+                shown[not part.reasoning] += part.text
+            else:
                 made.setdefault(part.index, [part.name, ""])[1] += part.arguments
         assert (shown, [*map(tuple, made.values())]) == ([reasoning, content], calls)
         assert parser.calls == len(calls)
@@ -136,8 +142,8 @@ def test_harmony(answer, reasoning, content, calls):
 
 def test_arguments_come_as_they_are_written():
     parser = ToolCallParser(HERMES, NAMES)
-    assert parser.push('Hm <tool_call>{"name": "add", "arguments": {"a"')[0] == "Hm "
-    _, (part,) = parser.push(": 1")
+    assert parser.push('Hm <tool_call>{"name": "add", "arguments": {"a"')[0] == Text("Hm ")
+    (part,) = parser.push(": 1")
     assert (part.index, part.name, part.arguments) == (0, "", ": 1") and not parser.calls
 
 
