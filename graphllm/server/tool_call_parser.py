@@ -13,6 +13,7 @@ _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _NAMED_HEAD = re.compile(r"([a-zA-Z0-9_-]+)\s*(?=\{)")
+_SPACE = re.compile(r"\s*")
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 _FIRST_KEY = re.compile(r'\{\s*"([^"]*)"')
 
@@ -59,8 +60,9 @@ class ToolCallParser:
 
     def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
         self._form, self._names = form, set(names)
+        self._longest = max(map(len, self._names), default=0)
         self.calls = 0
-        self._rest = ""  # not parsed yet
+        self._rest, self._at = "", 0  # what is not parsed yet: the text from a position on
         self._state = self._text if form.anywhere else self._opening
         self._begun = ""  # what precedes the call that is being read
         self._in_text = False  # whether text came since the last call
@@ -75,32 +77,37 @@ class ToolCallParser:
         return self._run("", last=True)
 
     def _run(self, text: str, last: bool) -> list[Part]:
-        self._rest += text
+        self._rest, self._at = self._rest[self._at :] + text, 0
         self._parts = list[Part]()
         while self._state(last):
             pass
         return self._parts
 
-    def _add_text(self, text: str) -> None:
-        if text:
+    def _take_text(self, end: int) -> None:
+        """Consume the rest up to ``end`` as text, after what preceded a call that is none."""
+        if text := self._begun + self._rest[self._at : end]:
             self._parts.append(Text(text))
+        self._begun, self._at, self._in_text = "", end, True
 
-    # Each state consumes some of the rest, and returns whether another one goes on with it.
+    def _after_space(self, at: int) -> int:
+        """Return the position of the first character from ``at`` on that is no white space."""
+        found = _SPACE.match(self._rest, at)
+        return at if found is None else found.end()
+
+    # Each state consumes some of the rest, and returns whether another one goes on with it. It
+    # copies only what it consumes, so that the time is linear in the length of an answer.
     def _text(self, last: bool) -> bool:
         """Text up to the beginning of a call. White space alone before a call is no text."""
         rest, begin = self._rest, self._form.begin
-        at = rest.find(begin)
-        end = at if at >= 0 else len(rest) - (0 if last else overlap(rest, begin))
-        before = rest[:end]
-        if before.strip() or self._in_text or (last and not self.calls):
-            self._add_text(before)
-            self._in_text = True
-        elif at < 0:
+        found = rest.find(begin, self._at)
+        tail = rest[max(self._at, len(rest) - len(begin)) :]
+        end = found if found >= 0 else len(rest) - (0 if last else overlap(tail, begin))
+        is_text = self._in_text or (last and not self.calls)
+        if is_text or self._after_space(self._at) < end:
+            self._take_text(end)
+        if found < 0:
             return False
-        self._rest = rest[end:]
-        if at < 0:
-            return False
-        self._begun, self._rest = begin, self._rest[len(begin) :]
+        self._begun, self._at = begin, found + len(begin)
         self._state = self._head
         return True
 
@@ -110,9 +117,8 @@ class ToolCallParser:
             return self._opening_name(last)
         shown, opening = "".join(self._rest.split()), self._form.begin + "{"
         if shown.startswith(opening):
-            at = self._rest.index("{")
-            self._begun, self._rest = self._rest[:at], self._rest[at:]
-            self._state = self._head
+            self._at = self._rest.index("{")
+            self._begun, self._state = self._rest[: self._at], self._head
             return True
         if last or not opening.startswith(shown):
             self._state = self._passing
@@ -121,66 +127,68 @@ class ToolCallParser:
 
     def _opening_name(self, last: bool) -> bool:
         """As `_opening`, of calls without an object around them; also what follows a call."""
-        shown = self._rest.lstrip()
-        found = _NAMED_HEAD.match(shown)
+        start = self._after_space(self._at)
+        found = _NAMED_HEAD.match(self._rest, start)
         if found is not None and found[1] in self._names:
-            self._begun, self._rest, self._state = self._rest[: -len(shown)], shown, self._head
+            self._begun, self._at = self._rest[self._at : start], start
+            self._state = self._head
             return True
-        name = shown.rstrip()
-        if not last and any(each.startswith(name) for each in self._names):
-            return False
-        if self.calls and not shown:  # white space after a call is no text
+        name = self._rest[start : start + self._longest + 1]
+        if self._after_space(start + len(name)) == len(self._rest):
+            name = name.rstrip()
+            if not last and any(each.startswith(name) for each in self._names):
+                return False
+        if self.calls and not name:  # white space after a call is no text
             return False
         self._state = self._passing
         return True
 
     def _passing(self, last: bool) -> bool:
         """Text up to the end."""
-        self._add_text(self._rest)
-        self._rest = ""
+        self._take_text(len(self._rest))
         return False
 
     def _head(self, last: bool) -> bool:
         """A call up to its arguments; or the whole call, if its keys come in another order."""
-        rest = self._rest.lstrip()
-        self._begun += self._rest[: len(self._rest) - len(rest)]
-        self._rest = rest
-        found = (_NAMED_HEAD if self._form.named else _HEAD).match(rest)
+        start = self._after_space(self._at)
+        self._begun += self._rest[self._at : start]
+        self._at = start
+        found = (_NAMED_HEAD if self._form.named else _HEAD).match(self._rest, start)
         if found is not None:
             if found[1] not in self._names:
-                return self._not_a_call()
+                return self._not_a_call(start)
             self._parts.append(ToolCall(self.calls, found[1], ""))
-            self._rest, self._scanner = rest[found.end() :], _ValueScanner()
+            self._begun, self._at, self._scanner = "", found.end(), _ValueScanner()
             self._state = self._arguments
             return True
-        key = _FIRST_KEY.match(rest)
-        if (rest and rest[0] != "{") or (key is not None and key[1] not in _KEYS):
-            return self._not_a_call()
-        size = self._scanner.size(rest)
-        if size is None:
-            return self._not_a_call() if last else False
+        key = _FIRST_KEY.match(self._rest, start)
+        other = self._rest[start : start + 1] not in ("", "{")
+        if other or (key is not None and key[1] not in _KEYS):
+            return self._not_a_call(start)
+        return self._whole_call(last)
+
+    def _whole_call(self, last: bool) -> bool:
+        """A call whose object is read to its end. If it is none, all of the object is text."""
+        end = self._scanner.end(self._rest, self._at)
+        if end is None:
+            return self._not_a_call(len(self._rest)) if last else False
+        self._scanner = _ValueScanner()
         try:
-            call = json.loads(rest[:size])
+            call = json.loads(self._rest[self._at : end])
             name, arguments = call["name"], call.get("arguments", call.get("parameters"))
         except (ValueError, KeyError, TypeError, RecursionError):
-            return self._not_a_call()
+            return self._not_a_call(end)
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
-            return self._not_a_call()
+            return self._not_a_call(end)
         self._parts.append(ToolCall(self.calls, name, json.dumps(arguments, ensure_ascii=False)))
         self.calls += 1
-        self._scanner = _ValueScanner()
-        self._rest, self._state, self._in_text = rest[size:], self._after, False
+        self._begun, self._at, self._state, self._in_text = "", end, self._after, False
         return True
 
-    def _not_a_call(self) -> bool:
-        self._scanner = _ValueScanner()
-        self._rest = self._begun + self._rest
-        if not self._form.anywhere:
-            self._state = self._passing
-            return True
-        self._add_text(self._begun)
-        self._rest, self._in_text = self._rest[len(self._begun) :], True
-        self._state = self._text
+    def _not_a_call(self, end: int) -> bool:
+        """Pass on as text what was read as the beginning of a call, up to ``end``."""
+        self._take_text(end)
+        self._state = self._text if self._form.anywhere else self._passing
         return True
 
     def _arguments(self, last: bool) -> bool:
@@ -198,19 +206,21 @@ class ToolCallParser:
 
     def _scanned(self) -> tuple[str, bool]:
         """Consume the rest up to the end of the value, and return it and whether the end came."""
-        size = self._scanner.size(self._rest)
-        part, self._rest = self._rest[:size], "" if size is None else self._rest[size:]
+        end = self._scanner.end(self._rest, self._at)
+        part = self._rest[self._at : end]
+        self._at = len(self._rest) if end is None else end
         self._scanner.restart()
-        return part, size is not None
+        return part, end is not None
 
     def _closing(self, last: bool) -> bool:
         """The brace of a call, which models forget, or further keys and the brace."""
-        rest = self._rest.lstrip()
-        if rest.startswith(","):
+        at = self._after_space(self._at)
+        mark = self._rest[at : at + 1]
+        if mark == ",":
             self._state = self._further_keys
-        elif rest:
-            self._rest, self._state = rest.removeprefix("}"), self._leave
-        return bool(rest)
+        elif mark:
+            self._at, self._state = at + (mark == "}"), self._leave
+        return bool(mark)
 
     def _further_keys(self, last: bool) -> bool:
         """Keys after the arguments of a call, up to its brace."""
@@ -224,23 +234,23 @@ class ToolCallParser:
 
     def _after(self, last: bool) -> bool:
         """What follows a call: its end, or the next one of a list."""
-        rest, end = self._rest.lstrip(), self._form.end
+        rest, end, at = self._rest, self._form.end, self._after_space(self._at)
         between = "," if self._form.listed else ";"
-        if rest.startswith(between) and not self._form.anywhere:
-            self._rest, self._begun, self._state = rest[1:], between, self._head
-            return bool(rest[1:].strip())
-        if end and rest.startswith(end):
-            self._rest = rest[len(end) :]
+        if rest.startswith(between, at) and not self._form.anywhere:
+            self._at, self._begun, self._state = at + 1, between, self._head
+            return self._after_space(at + 1) < len(rest)
+        if end and rest.startswith(end, at):
+            self._at = at + len(end)
             self._state = self._text if self._form.anywhere else self._trailing
             return True
-        if not last and (not rest or end.startswith(rest)):
+        if not last and (at == len(rest) or (end and end.startswith(rest[at : at + len(end)]))):
             return False
         self._state = self._text if self._form.anywhere else self._trailing
         return True
 
     def _trailing(self, last: bool) -> bool:
         """Text after a list of calls."""
-        if self._rest.strip():
+        if self._after_space(self._at) < len(self._rest):
             return self._passing(last)
         return False
 
@@ -249,19 +259,20 @@ class _ValueScanner:
     """Finds the end of a JSON object whose text comes in parts; each character is read once."""
 
     def __init__(self, depth: int = 0) -> None:
-        self._depth, self._quoted, self._escaped, self._at = depth, False, False, 0
+        self._depth, self._quoted, self._escaped, self._read = depth, False, False, 0
 
     def restart(self) -> None:
         """Expect the next text to begin where the last one ended."""
-        self._at = 0
+        self._read = 0
 
-    def size(self, text: str) -> int | None:
-        """Return the number of characters up to the end of the object; None if it goes on.
+    def end(self, text: str, start: int) -> int | None:
+        """Return the position after the object; None if it goes on.
 
-        ``text`` begins with the text of the last call.
+        The text from ``start`` on begins with that of the last call.
         """
-        start, self._at = self._at, len(text)
-        for at, character in enumerate(text[start:], start):
+        first, self._read = start + self._read, len(text) - start
+        for at in range(first, len(text)):
+            character = text[at]
             if self._escaped:
                 self._escaped = False
             elif self._quoted:

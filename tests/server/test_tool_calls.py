@@ -26,6 +26,7 @@ NAMES = ("add", "get_time")
 ONE = '{"name": "add", "arguments": {"a": 1, "text": "} \\" ]é</tool_call>"}}'
 TWO = '{"name":"get_time","arguments":{}}'
 ADD, TIME = ("add", {"a": 1, "text": '} " ]é</tool_call>'}), ("get_time", {})
+COUNT = 100_000
 TURNED = '{"arguments": {"a": 2}, "name": "add"}'
 
 
@@ -138,6 +139,21 @@ def test_harmony(answer, reasoning, content, calls):
                 made.setdefault(part.index, [part.name, ""])[1] += part.arguments
         assert (shown, [*map(tuple, made.values())]) == ([reasoning, content], calls)
         assert parser.calls == len(calls)
+
+
+@pytest.mark.parametrize("form, answer, calls", [
+    (HERMES, "<tool_call>{" * COUNT, 0),
+    (HERMES, "<tool_call>{" * COUNT + "}" * COUNT, 0),
+    (HERMES, "<tool_call>[" * COUNT, 0),
+    (HERMES, f"<tool_call>{TWO}</tool_call>" * COUNT, COUNT),
+    (MISTRAL, "[" + ",".join([TWO] * COUNT) + "]", COUNT),
+    (MISTRAL_NAMED, "get_time{}" * COUNT, COUNT),
+    (LLAMA3, ";".join([TWO] * COUNT), COUNT),
+], ids=["open", "nested", "other", "hermes", "mistral", "named", "llama3"])  # fmt: skip
+def test_time_is_linear(form, answer, calls):
+    """Quadratic time would be minutes."""
+    shown, _, count = parse(form, [answer])
+    assert count == calls and shown == ("" if calls else answer)
 
 
 def test_arguments_come_as_they_are_written():
