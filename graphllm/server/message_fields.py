@@ -34,6 +34,7 @@ from .tools import MAX_TOOLS, Tool, checked_tools, function_tool, named_choice, 
 
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_CHOICE_TYPE = OneOf(("auto", "any", "tool", "none"))
 
 
 @accepts(array(fields("role", "content", role={"enum": ["user", "assistant"]},
@@ -132,12 +133,11 @@ def _tools(name: str, value: Any) -> list[Tool]:
 def _tool_choice(name: str, value: Any) -> tuple[Any, bool]:
     """The choice as OpenAI has it, and whether an answer may have several calls."""
     given = mapping(name, value)
-    kind, single = given.get("type"), given.get("disable_parallel_tool_use")
+    kind = _CHOICE_TYPE(f"{name}.type", given.get("type"))
+    single = given.get("disable_parallel_tool_use")
     several = single is None or not flag(f"{name}.disable_parallel_tool_use", single)
     if kind == "tool":
         return named_choice(name, {"name": string(f"{name}.name", given.get("name"))}), several
-    if kind not in _CHOICES:
-        raise ApiError(400, f"{name}.type must be auto, any, tool or none", name)
     return _CHOICES[kind], several
 
 

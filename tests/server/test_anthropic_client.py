@@ -180,6 +180,7 @@ def test_blocks(llm, size):
     ({"tools": TOOLS * 2}, "two tools have the name"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "b"}}, "no tool has the name 'b'"),
     ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": []}}, "tool_choice.type"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "this model does not reason"),
     ({"thinking": {}}, "thinking.type"),
     ({"output_config": {"effort": "huge"}}, "output_config.effort"),
