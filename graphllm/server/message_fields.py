@@ -196,6 +196,6 @@ def chat_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning_effort(values: Mapping[str, Any], effort: str | None) -> str | None:
-    """Return the effort of reasoning; without ``thinking``, that is the model's own choice."""
+    """Return the effort of reasoning, which ``thinking`` may turn off; None: the model's choice."""
     wanted = values.get("thinking")
-    return effort or wanted if wanted == "medium" else wanted
+    return "none" if wanted == "none" else effort or wanted

@@ -23,7 +23,7 @@ from .json_data import json_response
 from .message_fields import COUNT_TOKENS, MESSAGES, chat_values
 
 _NAMES = {"prompt": "messages", "grammar": "tools", "json_schema": "output_config",
-          "response_format": "output_config", "reasoning_effort": "thinking"}  # fmt: skip
+          "response_format": "output_config"}  # fmt: skip
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # The key of a block's content, and the type and the key of its parts in a stream.
 _KEYS = {
@@ -62,7 +62,9 @@ class Messages:
     async def _encode(self, values: Mapping[str, Any], names: Mapping[str, str]) -> Chat:
         messages = with_system(values.get("system"), values["messages"])
         given = chat_values(values) | {"messages": messages}
-        return await self._completions.encode_chat(given, names)
+        from_thinking = given["reasoning_effort"] == values.get("thinking")
+        effort = {"reasoning_effort": "thinking" if from_thinking else "output_config"}
+        return await self._completions.encode_chat(given, {**names, **effort})
 
 
 class MessageAnswer(BlockAnswer):

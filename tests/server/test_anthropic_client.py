@@ -184,6 +184,7 @@ def test_blocks(llm, size):
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "this model does not reason"),
     ({"thinking": {}}, "thinking.type"),
     ({"output_config": {"effort": "huge"}}, "output_config.effort"),
+    ({"output_config": {"effort": "low"}}, "this model does not reason"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
      "json_schema"),
     ({"stop_sequences": ["a"] * 10_000}, "stop_sequences"),
