@@ -140,7 +140,12 @@ class Completions:
             text = "suffix needs prompts that are texts, and no echo"
             raise ApiError(400, text, "suffix")
         try:
-            return [self.infill_prompts.encode(prompt, suffix) for prompt in prompts]
+            infill = self.infill_prompts
+            after = infill.after(suffix)
+            if len(after) > self.llm.limits.context:
+                text = f"suffix has more tokens than the context ({self.llm.limits.context})"
+                raise ApiError(400, text, "suffix", "context_length_exceeded")
+            return [infill.encode(prompt, after) for prompt in prompts]
         except ApiError as error:
             raise ApiError(400, error.message, "suffix", error.code) from None
 

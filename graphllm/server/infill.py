@@ -27,13 +27,19 @@ class InfillPrompts:
             text = f"the model cannot fill in text: its vocabulary has no {missing[0]} token"
             raise ApiError(400, text, code="unsupported_value")
 
+    def after(self, suffix: str) -> list[int]:
+        """Return the token ids of a suffix, with the control tokens around it."""
+        ids = self._ids
+        return [ids["suffix"], *self._tokenizer.encode(suffix), ids["middle"]]
+
     def encode(
-        self, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = (), middle: str = ""
+        self, prefix: str, after: Sequence[int], files: Sequence[tuple[str, str]] = (), middle: str = ""
     ) -> list[int]:
         """Return the token ids of a prompt, whose answer is text between prefix and suffix.
 
         Args:
-            prefix, suffix: the text before and after the answer.
+            prefix: the text before the answer.
+            after: what `after` returns for the text after the answer.
             files: names and texts of other files, for context.
             middle: text after the prefix with which the answer begins.
         """
@@ -49,7 +55,7 @@ class InfillPrompts:
         if tokenizer.add_bos and tokenizer.bos_id is not None:
             own.append(tokenizer.bos_id)
         before = [ids["prefix"], *encode(prefix), *encode(middle)]
-        return [*own, *before, ids["suffix"], *encode(suffix), ids["middle"]]
+        return [*own, *before, *after]
 
 
 def _infill_ids(tokenizer: Tokenizer) -> dict[str, int]:

@@ -44,11 +44,15 @@ class LlamaEndpoints:
     async def infill(self, request: Request) -> ASGIApp:
         """``/infill``."""
         values = await self._completions.read(request, INFILL, "input_prefix", "input_suffix")
-        encode = self._completions.infill_prompts.encode
-        texts = values["input_prefix"], values["input_suffix"]
-        more = values.get("input_extra", ()), values.get("prompt", "")
-        ids = await asyncio.to_thread(encode, *texts, *more)
+        ids = await asyncio.to_thread(self._infill, values)
         return await self._run(request, values, ids, "input_prefix")
+
+    def _infill(self, values: dict[str, Any]) -> list[int]:
+        """Return the prompt of ``/infill``. ApiError: the model cannot fill in text."""
+        infill = self._completions.infill_prompts
+        after = infill.after(values["input_suffix"])
+        files, middle = values.get("input_extra", ()), values.get("prompt", "")
+        return infill.encode(values["input_prefix"], after, files, middle)
 
     async def _run(
         self, request: Request, values: dict[str, Any], prompt: str | list[int], field: str

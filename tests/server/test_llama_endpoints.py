@@ -92,6 +92,9 @@ def test_infill(llm, server, monkeypatch):
     body = {"prompt": "hello", "suffix": "what", "max_tokens": 5, "seed": 2, **defaults}
     _, found = server.call("/v1/completions", body)
     assert found["choices"][0]["text"] == done.text
+    ask_long = {"prompt": ["hello"] * 3, "suffix": "what " * llm.limits.context}
+    status, found = server.call("/v1/completions", ask_long)
+    assert (status, found["error"]["param"]) == (400, "suffix")
     files = [{"filename": "a.h", "text": "int a;"}]
     more = {"input_extra": files, "prompt": "the " * 40}
     _, found = server.call("/infill", {**ask, **more, "n_predict": 1})
