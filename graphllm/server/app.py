@@ -214,13 +214,14 @@ class _Tools:
         """``/tokenize``, as llama.cpp has it, but special tokens are text by default."""
         values = check_fields(TOKENIZE, await read_json(request, self._max_body), "content")
         add, parse = values.get("add_special", False), values.get("parse_special", False)
-        encode = self._tokenizer.encode
-        ids = await asyncio.to_thread(
-            encode, values["content"], add_special=add, parse_special=parse
-        )
-        if values.get("with_pieces"):
-            return json_response({"tokens": [{"id": i, "piece": self._piece(i)} for i in ids]})
-        return json_response({"tokens": list(ids)})
+
+        def response() -> Response:
+            ids = self._tokenizer.encode(values["content"], add_special=add, parse_special=parse)
+            if values.get("with_pieces"):
+                return json_response({"tokens": [{"id": i, "piece": self._piece(i)} for i in ids]})
+            return json_response({"tokens": list(ids)})
+
+        return await asyncio.to_thread(response)
 
     def _piece(self, token: int) -> str | list[int]:
         """Return the text of a token, or its bytes if they are no text."""
