@@ -33,7 +33,11 @@ class InfillPrompts:
         return [ids["suffix"], *self._tokenizer.encode(suffix), ids["middle"]]
 
     def encode(
-        self, prefix: str, after: Sequence[int], files: Sequence[tuple[str, str]] = (), middle: str = ""
+        self,
+        prefix: str,
+        after: Sequence[int],
+        files: Sequence[tuple[str, str]] = (),
+        middle: str = "",
     ) -> list[int]:
         """Return the token ids of a prompt, whose answer is text between prefix and suffix.
 

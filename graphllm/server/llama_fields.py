@@ -45,6 +45,13 @@ NATIVE = COMMON | {
     "n": Field(Unsupported((1,))),
     "n_probs": Field(Unsupported((0,))),
     "lora": Field(Unsupported(([],))),
+    "samplers": Field(Unsupported()),
+    "mirostat": Field(Unsupported((0,))),
+    "xtc_probability": Field(Unsupported((0,))),
+    "dry_multiplier": Field(Unsupported((0,))),  # without it, other fields of DRY have no effect
+    "dynatemp_range": Field(Unsupported((0,))),
+    "top_n_sigma": Field(Unsupported((0, -1))),
+    "t_max_predict_ms": Field(Unsupported((0, -1))),
 }  # fmt: skip
 INFILL = NATIVE | {
     "input_prefix": Field(any_text),

@@ -18,7 +18,17 @@ from .chat_parts import (
     unsupported_type,
 )
 from .errors import ApiError
-from .fields import BEYOND, COUNT, SEED, TOP_K, Field, Unsupported, any_text, top_p_field
+from .fields import (
+    BEYOND,
+    COMMON,
+    COUNT,
+    SEED,
+    TOP_K,
+    Field,
+    Unsupported,
+    any_text,
+    top_p_field,
+)
 from .json_shapes import OBJECT, STRING, accepts, array, fields, one_of
 from .reasoning import EFFORTS
 from .tools import MAX_TOOLS, Tool, checked_tools, function_tool, named_choice, text_format
@@ -81,9 +91,12 @@ def _tools(name: str, value: Any) -> list[Tool]:
 
 @accepts(OBJECT)
 def _text(name: str, value: Any) -> Any:
-    """The JSON schema that ``text.format`` asks for; None for text."""
-    given = mapping(name, value).get("format")
-    return None if given is None else text_format(f"{name}.format", given)
+    """The JSON schema that ``text.format`` asks for; None for text. No verbosity but the default."""
+    given = mapping(name, value)
+    if (verbosity := given.get("verbosity")) is not None:
+        Unsupported(("medium",))(f"{name}.verbosity", verbosity)
+    form = given.get("format")
+    return None if form is None else text_format(f"{name}.format", form)
 
 
 @accepts(OBJECT)
@@ -104,7 +117,10 @@ def _include(name: str, value: Any) -> list[str]:
     return value
 
 
-RESPONSES = BEYOND | {
+# Not in this API, with the names of `/v1/chat/completions`.
+_OF_CHATS = ("stop", "presence_penalty", "frequency_penalty", "logit_bias")
+
+RESPONSES = BEYOND | {name: COMMON[name] for name in _OF_CHATS} | {
     "model": Field(any_text),
     "input": Field(input_field),
     "instructions": Field(any_text),
@@ -129,4 +145,5 @@ RESPONSES = BEYOND | {
     "background": Field(Unsupported((False,))),
     "truncation": Field(Unsupported(("disabled",))),
     "top_logprobs": Field(Unsupported((0,))),
-}
+    "n": Field(Unsupported((1,))),
+}  # fmt: skip

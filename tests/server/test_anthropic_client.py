@@ -188,6 +188,7 @@ def test_blocks(llm, size):
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
      "json_schema"),
     ({"stop_sequences": ["a"] * 10_000}, "stop_sequences"),
+    ({"extra_body": {"n": 2}}, "n is not supported"),
     ({"messages": [{"role": "user", "content": "a " * 5000}]}, "context"),
 ])  # fmt: skip
 def test_bad_requests_are_explained(client, more, words):

@@ -132,6 +132,8 @@ def test_pieces_and_templates(llm, server):
     ("/completion", {"prompt": "a", "n_predict": -2}, "n_predict"),
     ("/completion", {"prompt": "a", "grammar": 'root ::= "a"'}, "grammar"),
     ("/completion", {"prompt": "a", "n_probs": 3}, "n_probs"),
+    ("/completion", {"prompt": "a", "mirostat": 0, "dry_multiplier": 0.5}, "dry_multiplier"),
+    ("/completion", {"prompt": "a", "t_max_predict_ms": -1, "samplers": ["top_k"]}, "samplers"),
     ("/completion", {"prompt": "a", "seed": 2**40}, "seed"),
     ("/infill", {"input_prefix": "a"}, "input_suffix"),
     ("/infill", {"input_prefix": "a", "input_suffix": "b", "input_extra": {}}, "input_extra"),

@@ -200,6 +200,9 @@ def test_items(llm, size):
     ({"text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": "strin"}}}},
      "text"),
     ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"extra_body": {"n": 2}}, "n"),
+    ({"extra_body": {"stop": [""]}}, "stop"),
     ({"reasoning": {"effort": "high"}}, "reasoning"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
 ])  # fmt: skip
