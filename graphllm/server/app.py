@@ -62,15 +62,15 @@ def create_app(
     """
     metrics = Metrics(llm if isinstance(llm, LLM) else None)
     length = llm.limits.context if isinstance(llm, LLM) else llm.max_length
-    tools = _Tools(llm.tokenizer, name, length, max_body, metrics)
+    utilities = _UtilityEndpoints(llm.tokenizer, name, length, max_body, metrics)
     table = [
         *_model_routes(llm, name, max_body, metrics, profile, recording),
-        ("GET", "/v1/models", tools.models),
-        ("GET", "/v1/models/{name:path}", tools.model),
-        ("POST", "/tokenize", tools.tokenize),
-        ("POST", "/detokenize", tools.detokenize),
-        ("GET", "/health", tools.health),
-        ("GET", "/metrics", tools.metrics),
+        ("GET", "/v1/models", utilities.models),
+        ("GET", "/v1/models/{name:path}", utilities.model),
+        ("POST", "/tokenize", utilities.tokenize),
+        ("POST", "/detokenize", utilities.detokenize),
+        ("GET", "/health", utilities.health),
+        ("GET", "/metrics", utilities.metrics),
     ]
     table.append(("GET", OPENAPI, _document(table)))
     table += _without_version(table)
@@ -182,7 +182,7 @@ class _Counted:
         await self._app(scope, receive, counting)
 
 
-class _Tools:
+class _UtilityEndpoints:
     """The endpoints that generate nothing."""
 
     def __init__(

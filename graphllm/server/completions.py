@@ -213,11 +213,11 @@ class Completions:
             ApiError: the messages do not fit the template, or the fields do not fit each other.
         """
         tools, ids = await self._with_template(values, names, self.llm.encode_chat)
-        restricted = tools is not None and tools.grammar is not None
-        restricted = restricted or values.get("response_format") is not None
+        grammar = None if tools is None else tools.grammar
+        restricted = grammar is not None or values.get("response_format") is not None
         end = self.llm.tokenizer.decode(ids[-16:], skip_special=False)
         text = chat_text(self.llm.template.source, end, tools, restricted)
-        return Chat(ids, text, None if tools is None else tools.grammar)
+        return Chat(ids, text, grammar)
 
     async def render(
         self, values: Mapping[str, Any], names: Mapping[str, str], **variables: Any
@@ -297,7 +297,7 @@ class Completions:
             failure: GraphllmError | None = None
             try:
                 each.handle.poll()
-            except GraphllmError as error:  # the client was told
+            except GraphllmError as error:  # the client gets it in its response
                 failure = error
             first, *others = each.completions
             first.alternatives = others

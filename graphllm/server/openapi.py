@@ -156,7 +156,7 @@ OPERATIONS: dict[tuple[str, str], _Operation] = {
         "List the sequences that can be computed at once.",
         array(_all(id=_COUNT, n_ctx=_COUNT, is_processing={"type": "boolean"})),
     ),
-    ("GET", "/health"): _Operation("Tell that the server runs.", _all(status={"const": "ok"})),
+    ("GET", "/health"): _Operation("Return whether the server runs.", _all(status={"const": "ok"})),
     ("GET", "/metrics"): _Operation("Return metrics for Prometheus.", STRING, kind="text/plain"),
     ("GET", OPENAPI): _Operation("Return this document.", OBJECT),
 }  # fmt: skip

@@ -91,7 +91,7 @@ def _tools(name: str, value: Any) -> list[Tool]:
 
 @accepts(OBJECT)
 def _text(name: str, value: Any) -> Any:
-    """The JSON schema that ``text.format`` asks for; None for text. No verbosity but the default."""
+    """The JSON schema that ``text.format`` asks for; None for text."""
     given = mapping(name, value)
     if (verbosity := given.get("verbosity")) is not None:
         Unsupported(("medium",))(f"{name}.verbosity", verbosity)
