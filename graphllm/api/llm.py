@@ -24,7 +24,6 @@ from ..arguments import (
 from ..engine.completion import Completion
 from ..engine.engine import PrefillCallback
 from ..engine.request import Sampling
-from ..engine.trace import Patch, Tracer
 from ..errors import RequestError
 from ..model.batch import source_length
 from ..runtime.executor import Progress
@@ -32,6 +31,7 @@ from .prompts import Prompt, check_one_sample, parse_prompt, parse_prompts
 from .text_generator import TextGenerator
 
 if TYPE_CHECKING:
+    from ..engine.trace import Patch, Tracer
     import os
 
     from ..chat import Conversation, Message
@@ -326,6 +326,8 @@ class LLM(TextGenerator):
 
     @cached_property
     def _tracer(self) -> Tracer:
+        from ..engine.trace import Tracer
+
         return Tracer(self.engine)
 
     def profile(

@@ -22,7 +22,6 @@ from .beam_group import BeamGroup
 from .block_copies import copy_outputs
 from .block_manager import BlockManager
 from .evaluation import Evaluation
-from .finite_check import non_finite_error
 from .generation import Delivery, Generation, Prefilled, Sampled
 from .prompt_logprobs import prompt_outputs
 from .request import Sampling
@@ -335,6 +334,8 @@ class Engine:
         """
         more = self.batcher.step(profile)
         while (generation := self.batcher.non_finite) is not None:
+            from .finite_check import non_finite_error
+
             try:
                 generation.fail_non_finite(non_finite_error(self, generation.sequence.tokens))
             except Exception as error:  # of the search, for the consumer of this request alone
