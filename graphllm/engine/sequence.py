@@ -28,6 +28,7 @@ class ActiveSequence:
         paused: whether it neither runs nor waits, see `Scheduler`.
         number: order of `Scheduler.add`, which decides between equal arrivals; -1 before.
         account: what a `StepRecorder` charges the sequence to, if anything.
+        origin: the sequence of which this is a copy with draft tokens, if it is one.
     """
 
     tokens: list[int]
@@ -42,6 +43,7 @@ class ActiveSequence:
     paused: bool = False
     number: int = -1
     account: object = None
+    origin: ActiveSequence | None = None
 
     @property
     def source(self) -> int:

@@ -106,7 +106,7 @@ class Speculation:
                 own.append(row)
                 continue
             tokens = [*chunk.sequence.tokens, *chunk.drafts]
-            sequence = replace(chunk.sequence, tokens=tokens)
+            sequence = replace(chunk.sequence, tokens=tokens, origin=chunk.sequence)
             for shift in range(len(chunk.drafts) + 1):
                 start = chunk.start + shift
                 found.append(Chunk(sequence, start, start + 1, True))

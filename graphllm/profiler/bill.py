@@ -110,10 +110,12 @@ class Account:
             bill.gaps_ns += gaps * share
             bill.others_ns += (between + gaps) * (1 - share) + busy
             for chunk in (run.chunks[index] for index in indices):
-                sequence, start, stop = chunk[:3]
+                own_sequence, start, stop = chunk[:3]
+                sequence = own_sequence.origin or own_sequence
                 bill.tokens += stop - start
                 bill.recomputed_tokens += max(0, min(stop, self._lost.get(sequence, 0)) - start)
-                self._computed[sequence] = max(stop, self._computed.get(sequence, 0))
+                if own_sequence.tokens[start:stop] == sequence.tokens[start:stop]:  # else rejected
+                    self._computed[sequence] = max(stop, self._computed.get(sequence, 0))
         bill.steps += len(runs)
 
     def finish(self, end: int) -> None:
@@ -172,13 +174,15 @@ class Meter:
         for the last steps, since the next one may be running.
         """
         end = time.perf_counter_ns()
-        if self._thread == get_ident():
-            self._charge()
-        with self._mutex:
-            self._open.discard(account)
-            if not self._open:
-                self._batcher.meter = None
-        account.finish(end)
+        try:
+            if self._thread == get_ident():
+                self._charge()
+        finally:  # `Account.bill` waits for the end
+            with self._mutex:
+                self._open.discard(account)
+                if not self._open:
+                    self._batcher.meter = None
+            account.finish(end)
 
     # -- steps
     def begin_step(self, chunks: Sequence[Chunk]) -> None:
@@ -227,5 +231,8 @@ class Meter:
 def _alike(recorded: tuple[Run, _Marks]) -> tuple[object, ...]:
     """Return a key that runs have in common whose chunks differ by their positions only."""
     run, marks = recorded
-    chunks = [(chunk.sequence, chunk.stop - chunk.start, chunk.samples) for chunk in run.chunks]
+    chunks = [
+        (chunk.sequence.origin or chunk.sequence, chunk.stop - chunk.start, chunk.samples)
+        for chunk in run.chunks
+    ]
     return run.plan, chunks, [preemptions for _, preemptions in marks.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from dataclasses import replace
 
 import idle_engine
 import numpy as np
@@ -146,3 +147,25 @@ def test_intervals_are_charged_to_their_causes():
     assert bill.times == {"gaps": 10, "host": 50, "other requests": 10 + 60 + 15 + 30 + 10,
                           "queue": 200, "preemption": 80, "http": 0}  # fmt: skip
     assert bill.wall_ns == 560 and (bill.tokens, bill.recomputed_tokens, bill.steps) == (4, 1, 4)
+
+
+def test_rejected_drafts_are_not_recomputed_tokens():
+    """Of three rows with drafts, one draft is accepted; then the blocks are lost."""
+    origin = ActiveSequence([1, 2, 3], 3)
+    copy = replace(origin, tokens=[1, 2, 3, 4, 9], origin=origin)
+    account = Meter(Batcher(None, None)).open(1)
+    origin.tokens += [4, 5, 6]
+
+    def charge(number: int, chunks: list[Chunk], preemptions: int) -> None:
+        run = Run(None, {}, 0, 1, (np.array([0, 1]),), (np.array([0]),), tuple(chunks))
+        parts = np.ones((3, len(chunks), 1))
+        indices = [*range(len(chunks))]
+        account.charge([run], number, indices, ["op"], parts, preemptions)
+
+    charge(0, [Chunk(origin, 0, 2, True)], 0)
+    charge(1, [Chunk(copy, at, at + 1, True) for at in (2, 3, 4)], 0)
+    charge(2, [Chunk(origin, 0, 6, True)], 1)
+    account.finish(0)
+    bill = account.bill()
+    assert (bill.tokens, bill.recomputed_tokens) == (2 + 3 + 6, 4)
+    assert account._computed == {origin: 6}
