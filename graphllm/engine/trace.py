@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -47,16 +47,6 @@ def _describe(value: object) -> str:
     if not isinstance(value, np.ndarray):
         return f"a {type(value).__name__}"
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-
-
-class _Evaluation(Protocol):
-    """Computes one sequence; made by an engine of a decoder or of an encoder."""
-
-    @property
-    def whole(self) -> int: ...
-    def append(
-        self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]
-    ) -> dict[str, np.ndarray]: ...
 
 
 class _Limits(Protocol):

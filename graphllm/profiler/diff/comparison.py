@@ -318,13 +318,13 @@ def _two_files(llm: Model, other: Model, tokens: Sequence[int]) -> Iterator[Diff
     for (program, run), (theirs, run_other) in zip(
         programs(llm, tokens), programs(other, tokens), strict=True
     ):
-        yield from _twoprograms((llm, program, run), (other, theirs, run_other))
+        yield from _compare_programs((llm, program, run), (other, theirs, run_other))
 
 
 _Side = tuple["Model", Program, StepInputs]
 
 
-def _twoprograms(mine: _Side, theirs: _Side) -> Iterator[DiffRow]:
+def _compare_programs(mine: _Side, theirs: _Side) -> Iterator[DiffRow]:
     (llm, program, run), (_, other_program, _) = mine, theirs
     sites, others = _sites(program), _sites(other_program)
     pairs = [(node, others[site]) for site, node in sites.items() if site in others]
