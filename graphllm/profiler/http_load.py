@@ -100,9 +100,9 @@ class OpenAiServer:
                         raise RequestError("the stream has no token")
                     return times, usage
                 event = _event(value)
-                if any(choice.get("text") for choice in event.get("choices") or []):
+                if any(choice.get("text") for choice in event["choices"]):
                     times.append(at)
-                usage = event.get("usage") or usage
+                usage = event["usage"] or usage
             raise RequestError("the stream was cut off")
         finally:
             connection.close()
@@ -129,14 +129,18 @@ def _status(status: int, body: bytes) -> str:
 
 
 def _event(data: bytes) -> dict[str, Any]:
-    """Return the object of an event. RequestError: it is an error, or no object."""
+    """Return an event with its choices and usage. RequestError: it is an error, or no event."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
         raise RequestError(f"an event is not JSON: {data[:100]!r}") from None
     if not isinstance(value, dict) or "error" in value:
         raise RequestError(f"an event is an error: {data[:200]!r}")
-    return value
+    choices, usage = value.get("choices") or [], value.get("usage") or {}
+    listed = isinstance(choices, list) and all(isinstance(each, dict) for each in choices)
+    if not listed or not isinstance(usage, dict):
+        raise RequestError(f"an event is malformed: {data[:200]!r}")
+    return {"choices": choices, "usage": usage}
 
 
 def run(
