@@ -61,17 +61,17 @@ class LoadTestOptions:
         Raises:
             RequestError: an option or the file is invalid.
         """
-        from ..profiler.load_requests import RANDOM_IDS, Load, read_requests
+        from ..profiler.load_requests import Load, read_requests
 
         assert self.load is not None
-        if "=" in self.load:
+        if "=" in self.load and not Path(self.load).is_file():
             if batch:
                 raise RequestError("-b has no use with --load rate=...: give parallel=N in it")
             return parse_load(self.load)
         batches = parse_numbers("-b", batch) if batch else [_SEQUENCES]
         if len(batches) > 1 or not batches[0]:
             raise RequestError(f"-b {batch}: --load takes one number of sequences")
-        return Load(read_requests(Path(self.load), RANDOM_IDS, encode, 0), batches[0])
+        return Load(read_requests(Path(self.load), encode, 0), batches[0])
 
 
 def run(

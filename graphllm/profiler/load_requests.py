@@ -73,9 +73,7 @@ def synthetic_requests(
     return found
 
 
-def read_requests(
-    path: Path, vocab: int, encode: Callable[[str], list[int]], seed: int
-) -> list[LoadRequest]:
+def read_requests(path: Path, encode: Callable[[str], list[int]], seed: int) -> list[LoadRequest]:
     """Read requests from a file with one JSON object per line.
 
     ``arrival_s`` (seconds, 0 by default), ``max_tokens``, and either ``prompt`` (a string or token
@@ -83,7 +81,6 @@ def read_requests(
 
     Args:
         path: the file.
-        vocab: size of the vocabulary.
         encode: returns the token ids of a string.
         seed: seed of random prompts.
 
@@ -107,14 +104,14 @@ def read_requests(
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{where}: not JSON: {error}") from None
-        found.append(_request(row, where, vocab, encode, draw))
+        found.append(_request(row, where, encode, draw))
     if not found:
         raise RequestError(f"{path}: contains no request")
     return sorted(found, key=lambda request: request.arrival_s)
 
 
 def _request(
-    row: Any, where: str, vocab: int, encode: Callable[[str], list[int]], draw: random.Random
+    row: Any, where: str, encode: Callable[[str], list[int]], draw: random.Random
 ) -> LoadRequest:
     """Return the request of one line. RequestError: it is invalid."""
     if not isinstance(row, dict):
@@ -128,17 +125,17 @@ def _request(
     if ("prompt" in row) == ("prompt_tokens" in row):
         raise RequestError(f"{where}: give prompt or prompt_tokens")
     if "prompt_tokens" in row:
-        prompt = draw.choices(range(vocab), k=_count(row, "prompt_tokens", where))
+        prompt = draw.choices(range(RANDOM_IDS), k=_count(row, "prompt_tokens", where))
     else:
-        prompt = _prompt(row["prompt"], where, vocab, encode)
+        prompt = _prompt(row["prompt"], where, encode)
     return LoadRequest(float(arrival), prompt, _count(row, "max_tokens", where))
 
 
-def _prompt(value: Any, where: str, vocab: int, encode: Callable[[str], list[int]]) -> list[int]:
+def _prompt(value: Any, where: str, encode: Callable[[str], list[int]]) -> list[int]:
     if isinstance(value, str):
         value = encode(value)
-    elif not isinstance(value, list) or not all(type(i) is int and 0 <= i < vocab for i in value):
-        raise RequestError(f"{where}: prompt must be a string, or token ids below {vocab}")
+    elif not isinstance(value, list) or not all(type(i) is int and 0 <= i < 2**31 for i in value):
+        raise RequestError(f"{where}: prompt must be a string or token ids")
     if not value:
         raise RequestError(f"{where}: the prompt is empty")
     return list(value)
