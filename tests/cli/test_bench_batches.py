@@ -32,7 +32,12 @@ from graphllm.profiler.batch_bench import BatchTest
 from graphllm.profiler.batch_limits import check_batch, kv_bytes, kv_memory_of, sequence_bytes
 from graphllm.profiler.bench import Test, filler_prompts, step_bytes
 from graphllm.profiler.load_prediction import predict_load
-from graphllm.profiler.load_requests import LoadRequest, read_requests, synthetic_requests
+from graphllm.profiler.load_requests import (
+    RANDOM_IDS,
+    LoadRequest,
+    read_requests,
+    synthetic_requests,
+)
 from graphllm.profiler.record import Recorder
 from graphllm.profiler.roofline import Ceilings
 
@@ -239,10 +244,10 @@ def test_requests_of_a_file(tmp_path):
     ]
     file = tmp_path / "load.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    found = read_requests(file, 90, lambda text: [ord(c) - 90 for c in text], 1)
+    found = read_requests(file, lambda text: [ord(c) - 90 for c in text], 1)
     assert [each.arrival_s for each in found] == [0, 0.5, 2]
     assert [each.prompt for each in found[:2]] == [[7, 8], [4, 5]]
-    ids = Random(1).choices(range(90), k=5)
+    ids = Random(1).choices(range(RANDOM_IDS), k=5)
     assert found[2].prompt == ids and found[2].max_tokens == 3
 
 
@@ -255,7 +260,7 @@ def test_requests_of_a_file(tmp_path):
         ('{"prompt_tokens": 3, "max_tokens": 0}', "max_tokens = 0"),
         ('{"prompt_tokens": true, "max_tokens": 1}', "prompt_tokens = True"),
         ('{"max_tokens": 1}', "give prompt or prompt_tokens"),
-        ('{"prompt": [90], "max_tokens": 1}', "token ids below 90"),
+        ('{"prompt": [-1], "max_tokens": 1}', "string or token ids"),
         ('{"prompt": [], "max_tokens": 1}', "the prompt is empty"),
         ('{"prompt": [1], "max_tokens": 1, "arrival_s": -1}', "arrival_s = -1"),
         ('{"prompt": [1], "max_tokens": 1, "at": 1}', "unknown field 'at'"),
@@ -266,7 +271,7 @@ def test_invalid_requests(tmp_path, line, words):
     file = tmp_path / "load.jsonl"
     file.write_text(line + "\n")
     with pytest.raises(RequestError, match=words):
-        read_requests(file, 90, lambda text: [], 0)
+        read_requests(file, lambda text: [], 0)
 
 
 def test_a_load_test_sleeps_between_arrivals(llm, monkeypatch):
