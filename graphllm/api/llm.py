@@ -31,10 +31,10 @@ from .prompts import Prompt, check_one_sample, parse_prompt, parse_prompts
 from .text_generator import TextGenerator
 
 if TYPE_CHECKING:
-    from ..engine.trace import Patch, Tracer
     import os
 
     from ..chat import Conversation, Message
+    from ..engine.trace import Patch, Tracer
     from ..profiler.profile import Profile
     from ..quality.divergence_report import Divergence
     from ..quality.perplexity import Perplexity
