@@ -30,7 +30,7 @@ class DecoderStates(EncoderEngine):
         """Build and place the graph; ``max_length``: maximum number of tokens of a sequence."""
         tokens = max(HOST_TOKENS, max_length)
         blocks = -(-tokens // Limits.block) + SEQUENCES  # of each sequence one may be half empty
-        limits = Limits(tokens, SEQUENCES, tokens, kv_dtype="f32", kv_blocks=blocks)
+        limits = Limits(tokens, SEQUENCES, tokens, kv_dtype="f32", kv_blocks=blocks, one_step=True)
         batch = Batch(decoder.caches, limits)
         self._place(executor, tokens, lambda: {"hidden": decoder.build_states(batch)})
         sizes = {c.name: limits.pool_blocks(c.window) for c in decoder.caches}

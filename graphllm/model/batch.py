@@ -59,6 +59,7 @@ class Limits:
     top_logprobs: int = 20  # most likely ids whose log-probabilities a step can return
     candidates: int = 64  # most likely ids that a step returns for beam search
     kv_blocks: int = 0  # blocks of KV pools without a window; 0: all sequences at full length
+    one_step: bool = False  # the KV cache holds the sequences of a step only, in `kv_blocks`
     drafts: int = 0  # draft tokens of a step, each of which is computed as a sequence of its own
 
     def within(self, context: int) -> Limits:
@@ -93,10 +94,12 @@ class Limits:
     def pool_blocks(self, window: int) -> int:
         """Return the number of KV cache blocks that all sequences share in a layer.
 
-        A layer with a ``window`` (0: none) has what all sequences keep at a time.
+        A layer with a ``window`` (0: none) has what all sequences keep at a time, at most what a
+        step needs if the cache is for one step.
         """
         most = self.sequences * self.kept(window)
-        return most if window or not self.kv_blocks else min(most, self.kv_blocks)
+        own = self.kv_blocks if self.one_step or not window else 0
+        return min(most, own) if own else most
 
 
 def source_tokens(ids: Iterable[int]) -> list[int]:
