@@ -228,14 +228,19 @@ def dry_run(
     if spec.is_encoder:
         default = {n: each.default for n, each in signature(dry_run).parameters.items()}
         encoder_arguments(given, default)
-        if batches:
-            raise RequestError("batches has no meaning for an encoder", "batches")
+        for name, value in (("batches", batches), ("load", load)):
+            if value:
+                raise RequestError(f"{name} has no meaning for an encoder", name)
         return _encoder_run(file, spec, own)
+    if load is not None and batches:
+        raise RequestError("give batches or a load, not both", "batches")
     decoder = build_decoder(file, model_def, type)
     most = max([own["max_sequences"], *batches, *([load.parallel] if load else [])])
     wanted = graph_limits(own["context"], kv_type, device, most)
     planner = _planner(decoder.weights, own)
     limits = sized_limits(decoder, planner, wanted, own["kv_memory"])
+    if load is not None and decoder.max_source(limits):
+        raise RequestError("a load of an encoder-decoder is not predicted", "load")
     engine = Engine(decoder, planner, limits)
     engine.offload_layers(own["gpu_layers"])
     found = _summarize(file, decoder, engine, planner)
