@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..api.recording import RecordedTraffic
     from ..validation.replay import Difference, Replay
 
-_DIFF_OPTIONS = ("linear", "kv_type", "model_def", "threads")
+_NOT_OF_DIFF = {"device", "context", "gpu_layers", "strict", "no_fuse"}
 
 
 @verb
@@ -60,7 +60,7 @@ def replay(
         difference, device = found.difference, llm.device
         lines = [] if difference is None else module.logit_lines(llm, difference)
     if difference is not None:
-        own_options = {name: getattr(options, name) for name in _DIFF_OPTIONS}
+        own_options = {n: v for n, v in options.arguments().items() if n not in _NOT_OF_DIFF}
         own_options["no_fuse"] = options.no_fuse or ()
         backends = device, _other(device, traffic.options.get("device", "auto"))
         lines += module.cause_lines(own, difference, backends, own_options)
