@@ -159,6 +159,8 @@ def bench(
     setups = grid.setups()
     if load_test.load is None and (load_test.url or load_test.api_key):
         raise RequestError("--url and --api-key need --load")
+    if load_test.api_key and not load_test.url:
+        raise RequestError("--api-key needs --url")
     if load_test.load is not None:
         _bench_load(placement, grid, source, load_test, ceiling, output)
         return
@@ -190,6 +192,8 @@ def _bench_load(
         if getattr(grid, flag) != getattr(default, flag):
             raise RequestError("-p, -n, -d and -r have no use with --load, which has the lengths")
     named = source.model is not None or source.random is not None
+    if options.url and not named and placement != PlacementOptions():
+        raise RequestError("options of loading need MODEL: --url alone loads none")
     file = source.open(placement, data=options.url is None) if named or not options.url else None
 
     def encode(text: str) -> list[int]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..checkpoints.checkpoint import Checkpoint
     from ..profiler.profile import Profile
 
+_MAX_TOKENS = 64
 _PROMPT = "The capital of France is"
 
 
@@ -34,8 +35,15 @@ def profile(
         Option("--prompt-tokens", help="Use this many arbitrary tokens as the prompt."),
     ] = 0,
     max_tokens: Annotated[
-        int, Option("-n", "--max-tokens", "--n-predict", help="Number of tokens to generate.")
-    ] = 64,
+        int | None,
+        Option(
+            "-n",
+            "--max-tokens",
+            "--n-predict",
+            help=f"Number of tokens to generate; {_MAX_TOKENS} by default.",
+            show_default=False,
+        ),
+    ] = None,
     batch: Annotated[
         int,
         Option("-b", "--batch", help="Number of sequences; each has arbitrary tokens of its own."),
@@ -96,17 +104,20 @@ def profile(
 
 def _profile(
     file: Checkpoint, options: LoadOptions, prompts: Callable[[int], list[Any]], batch: int,
-    max_tokens: int, repeat: int,
+    max_tokens: int | None, repeat: int,
 ) -> Profile:  # fmt: skip
     """Load and profile a model; ``prompts``: returns the prompts for the size of a vocabulary."""
     from ..loading.load import model_spec
 
     if model_spec(file, options.model_def).is_encoder:
+        if max_tokens is not None:
+            raise RequestError("-n has no meaning for an encoder")
         with options.load_encoder(file) as encoder, progress_line("profiling") as progress:
             return encoder.profile(prompts(encoder.encoder.cfg.vocab), repeat, progress)
+    tokens = _MAX_TOKENS if max_tokens is None else max_tokens
     llm = options.load(file, max_sequences=batch)
     with progress_line("profiling") as progress:
-        return llm.profile(prompts(llm.decoder.cfg.vocab), max_tokens, repeat, progress)
+        return llm.profile(prompts(llm.decoder.cfg.vocab), tokens, repeat, progress)
 
 
 def _prompts(prompt: str, tokens: int, batch: int, vocab: int) -> list[Any]:

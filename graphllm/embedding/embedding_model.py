@@ -94,7 +94,10 @@ class EmbeddingModel(EncoderModel):
         own = check(_RULES, {**given, "truncate_dim": truncate_dim})
         names = (own["pooling"],) if own["pooling"] else self.settings.pooling
         width = self._width(names, truncate_dim)
-        encoded = self.given_ids(texts) or self.tokens(texts, prompt)  # type: ignore[arg-type]
+        ids = self.given_ids(texts)
+        if ids and prompt:
+            raise RequestError("prompt: token ids get no prompt", "prompt")
+        encoded = ids or self.tokens(texts, prompt)  # type: ignore[arg-type]
 
         vectors = self._vectors(self._truncated(encoded, truncate), names, progress)
         found = [vector[:width] for vector in vectors]
