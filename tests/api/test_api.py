@@ -225,7 +225,8 @@ def test_each_of_several_prompts_gets_its_own_seed(llm):
         ("threads", -1, "threads = -1 must be at least 0"),
         *(("gpu_layers", v, "must be auto, all or a number of layers")
           for v in (1.5, None, -1, "-1", "many", "", "1.5", "\u0663", True, [1])),
-        *(("kv_type", value, "must be f32, f16, q8_0, q4_0 or fp8") for value in ("q3", 8, ["f16"], "")),
+        *(("kv_type", value, "must be f32, f16, q8_0, q4_0 or fp8")
+          for value in ("q3", 8, ["f16"], "")),
         *(("linear", value, "must be auto, integer or float") for value in ("int", None, 1)),
         *(("strict", value, "must be True or False") for value in ("no", 0, None)),
         ("deterministic", 1, "must be True or False"),
