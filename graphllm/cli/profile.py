@@ -86,17 +86,16 @@ def profile(
     if prompt_tokens < 0:
         raise RequestError(f"--prompt-tokens {prompt_tokens} must be at least 0")
     writers = [(path, _writer(path)) for path in output or ()]
-    if prompt is not None and prompt_tokens:
-        raise RequestError("give --prompt or --prompt-tokens, not both")
     if batch < 1:
         raise RequestError(f"-b {batch} must be at least 1")
+    if prompt is not None and prompt_tokens:
+        raise RequestError("give --prompt or --prompt-tokens, not both")
     if batch > 1 and prompt is not None:
         raise RequestError("-b has prompts of its own: give --prompt-tokens, not --prompt")
     if prompt is None and (source.random is not None or batch > 1):
         prompt_tokens = prompt_tokens or 512
-    file = source.open(load_options)
     prompts = partial(_prompts, prompt or _PROMPT, prompt_tokens, batch)
-    found = _profile(file, load_options, prompts, batch, max_tokens, repeat)
+    found = _profile(source.open(load_options), load_options, prompts, batch, max_tokens, repeat)
     show_table(found.table(by, top, sys.stdout.isatty()))
     for path, write in writers:
         write_file(path, write(found))

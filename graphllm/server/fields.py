@@ -62,7 +62,8 @@ class Unsupported:
         return {"enum": [None, *self.off]}
 
     def __call__(self, name: str, value: Any) -> Any:
-        if value in self.off:
+        bool_or_not = [off for off in self.off if isinstance(off, bool) == isinstance(value, bool)]
+        if value in bool_or_not:  # 0 == False in Python, but not in JSON
             return value
         raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_value")
 
