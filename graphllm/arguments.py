@@ -49,6 +49,13 @@ def as_int(value: object) -> int | None:
         return None
 
 
+def check_token_ids(ids: Iterable[int], vocab: int) -> None:
+    """Raise RequestError if an id is not in a vocabulary of ``vocab`` tokens."""
+    for token in ids:
+        if as_int(token) is None or not 0 <= token < vocab:
+            raise RequestError(f"token id {quote(token)} is not in 0..{vocab - 1}")
+
+
 def _is_bool(value: object) -> bool:
     """Return whether ``value`` is a Python or NumPy bool, without importing NumPy."""
     kind = type(value)

@@ -12,7 +12,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from ..arguments import as_int, check, quote
+from ..arguments import check, check_token_ids
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..engine.encoder_engine import EncoderEngine
 from ..errors import ModelFileError, RequestError
@@ -205,10 +205,7 @@ class LoadedEncoder:
 
     def check_ids(self, ids: Iterable[int]) -> None:
         """Raise RequestError if an id is not in the vocabulary."""
-        vocab = self.encoder.cfg.vocab
-        for token in ids:
-            if as_int(token) is None or not 0 <= token < vocab:
-                raise RequestError(f"token id {quote(token)} is not in 0..{vocab - 1}")
+        check_token_ids(ids, self.encoder.cfg.vocab)
 
     @contextmanager
     def _open(self) -> Iterator[None]:

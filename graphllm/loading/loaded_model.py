@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from .. import backends as registry
-from ..arguments import as_int, check, invalid_argument, quote
+from ..arguments import check, check_token_ids, invalid_argument
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..engine.engine import Engine
 from ..errors import ModelFileError, RequestError
@@ -133,10 +133,7 @@ class LoadedModel:
 
     def check_ids(self, ids: Iterable[int]) -> None:
         """Raise RequestError if an id is not in the vocabulary."""
-        vocab = self.decoder.cfg.vocab
-        for token in ids:
-            if as_int(token) is None or not 0 <= token < vocab:
-                raise RequestError(f"token id {quote(token)} is not in 0..{vocab - 1}")
+        check_token_ids(ids, self.decoder.cfg.vocab)
 
     @classmethod
     def load(
