@@ -53,6 +53,7 @@ def write(file: RandomCheckpoint, path: Path) -> None:
         if len(info.shape) == 1:
             writer.add_tensor(name, raw.reshape(-1).view(np.float32))
         else:
+            raw = raw.reshape(*info.shape[:-1], -1)  # experts are a tensor of three axes
             writer.add_tensor(
                 name, raw, raw_dtype=gguf.GGMLQuantizationType[str(info.dtype).upper()]
             )

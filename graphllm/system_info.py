@@ -24,6 +24,15 @@ def free_bytes() -> int:
     return free
 
 
+def peak_bytes() -> int | None:
+    """Return the peak of the bytes of memory that this process has used, pages of mapped files
+    included; None if the system does not report it."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(n for n in lines if n.startswith("VmHWM")).split()[1])
+    return None
+
+
 class OtherProcesses:
     """Processor time that other processes use, measured from the creation of this object."""
 

@@ -41,6 +41,7 @@ class Options:
         no_kernels: kernels to disable, as "backend:op".
         deterministic: use only kernels whose results for a token have the same bits at any number
             of tokens.
+        low_mem: read experts from the mapped model file, and keep no packed copy of them.
     """
 
     linear: str = "auto"
@@ -48,6 +49,7 @@ class Options:
     without: tuple[str, ...] = ()
     no_kernels: tuple[str, ...] = ()
     deterministic: bool = False
+    low_mem: bool = False
 
 
 # ----------------------------------------------------------------------------------------- kernels

@@ -93,6 +93,14 @@ class PlacementOptions:
             help="Give a request the same bits in any batch on CUDA, too; the CPU always does.",
         ),
     ] = False
+    low_mem: Annotated[
+        bool,
+        Option(
+            "--low-mem",
+            help="Read the experts of a mixture from the model file for each use and keep no copy "
+            "of them in memory; on the CPU only.",
+        ),
+    ] = False
     place: Annotated[
         list[str] | None,
         Option(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import RequestError
 from ..progress import progress_line
+from ..system_info import peak_bytes
 from ..terminal import note
 from .declarations import Option, verb
 from .options import AsJson, GenerationLoadOptions, Model, System, Template, read_text
@@ -188,7 +189,9 @@ def _generate(
             if not as_json:
                 write_text(piece)
     if as_json:
-        show_json({**done.as_dict(), **_placement(llm)}, ascii=False)
+        show_json(
+            {**done.as_dict(), **_placement(llm), "peak_memory_bytes": peak_bytes()}, ascii=False
+        )
         return
     if sampling.n > 1 or sampling.beams > 1:
         write_text("\n".join(shown + each.text for each in done.choices))
@@ -219,6 +222,12 @@ def _drafts(done: Completion) -> str:
     )
 
 
+def _memory() -> str:
+    """Return the peak of this process's memory, if it is known."""
+    nbytes = peak_bytes()
+    return f", {nbytes / 1e6:.0f} MB at most" if nbytes else ""
+
+
 def _print_notes(llm: LLM, done: Completion, seed: int | None) -> None:
     """Print notes after a run: on a terminal timings and the chosen seed; always the misses."""
     if sys.stderr.isatty():
@@ -226,7 +235,8 @@ def _print_notes(llm: LLM, done: Completion, seed: int | None) -> None:
         seed_text = f", seed {done.seed}" if seed is None else ""
         note(
             f"[{len(done.prompt_ids)} + {len(done.ids)} tokens, load {t['load_s']:.2f} s, first "
-            f"token {t['ttft_s']:.2f} s, {t['decode_tok_s']:.1f} tok/s{_drafts(done)}{seed_text}]"
+            f"token {t['ttft_s']:.2f} s, {t['decode_tok_s']:.1f} tok/s{_drafts(done)}"
+            f"{_memory()}{seed_text}]"
         )
     for line in [*done.notes, *llm.misses()]:
         note(f"note: {line}")

@@ -84,6 +84,7 @@ RULES: dict[str, Rule] = {
     "kv_type": Optional(OneOf(CACHED)),
     "linear": OneOf(("auto", "integer", "float")),
     "deterministic": flag,
+    "low_mem": flag,
     "speculate": _speculate,
     "threads": Integer(0),
     "place": Optional(text_mapping),
@@ -165,7 +166,7 @@ def backend_options(given: Mapping[str, Any]) -> Options:
     registry.check_switches(given["no_kernels"])
     return Options(
         given["linear"], given["threads"], given["no_fuse"], given["no_kernels"],
-        given["deterministic"],
+        given["deterministic"], given["low_mem"],
     )  # fmt: skip
 
 

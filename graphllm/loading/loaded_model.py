@@ -150,6 +150,7 @@ class LoadedModel:
         kv_type: str | None = None,
         linear: str = "auto",
         deterministic: bool = False,
+        low_mem: bool = False,
         speculate: int | str = "off",
         threads: int = 0,
         place: Mapping[str, str] | None = None,
@@ -180,6 +181,9 @@ class LoadedModel:
                 too), ``float``, or ``auto``.
             deterministic: give a request the same bits in any batch on CUDA, too, at the price that
                 docs/reproducibility.md states; the CPU always does.
+            low_mem: leave the experts of a mixture in the mapped file and pack them anew for each
+                use, on the CPU only: slower, but they need no memory of their own, and the
+                system can drop their pages.
             speculate: maximum number of draft tokens of a decode step, which are predicted from the
                 sequences themselves; ``off``, or ``auto``: as many as the measured times of steps
                 make worth while, often none. Answers stay the same; on CUDA, logits may differ in
@@ -298,6 +302,8 @@ class LoadedModel:
         lines += [
             f"{name} is not used: {why}" for name, why in skipped if registry.find(name).expected()
         ]
+        if self.executor.options.low_mem and not self.decoder.cfg.moe:
+            lines.append("low_mem has no effect: the model has no experts")
         lines += getattr(self.decoder.weights.source, "notes", list)()  # of `QuantizedWeights`
         if self.gpu_offload:
             return [*lines, str(self.gpu_offload)]

@@ -253,6 +253,7 @@ def describe_run(model: _Model, settings: Mapping[str, Any]) -> dict[str, Any]:
             "threads": _threads(model),
             "linear": executor.options.linear,
             "deterministic": executor.options.deterministic,
+            "low_mem": executor.options.low_mem,
             "no_fuse": list(executor.options.without),
             "no_kernels": list(executor.options.no_kernels),
             "gpu_layers": offloaded_layers(model) if isinstance(model, LoadedModel) else 0,

@@ -196,6 +196,7 @@ def dry_run(
     kv_type: str | None = None,
     linear: str = "auto",
     deterministic: bool = False,
+    low_mem: bool = False,
     threads: int = 0,
     place: Mapping[str, str] | None = None,
     strict: bool = False,

@@ -32,8 +32,10 @@ class Experts:
     def __init__(
         self, raw: np.ndarray, kind: DType, k: int, linear: str = "auto", own: bool = False,
         bias: bool = False, each: int = EACH, most: int = 17, threads: int = 2,
+        low_mem: bool = False,
     ) -> None:  # fmt: skip
-        self.options, self.each, self.most, self.k = Options(linear, threads), each, most, k
+        self.options = Options(linear, threads, low_mem=low_mem)
+        self.each, self.most, self.k = each, most, k
         self.device, self.header = CpuDevice(self.options), Header()
         tokens = Var("T", 0, most)
         self.header.slot(tokens)
@@ -46,7 +48,7 @@ class Experts:
         b = self._leaf(WEIGHT, "b", Meta.of((EXPERTS, self.n), "f32"))
         self.x, self.ids = np.zeros((most, *shape), np.float32), np.zeros((most, each), np.int32)
         self.bias = np.random.default_rng(3).standard_normal((EXPERTS, self.n)).astype(np.float32)
-        self.packed = self.device.prepare(pack, raw, w.meta)
+        self.packed = raw.reshape(-1) if low_mem else self.device.prepare(pack, raw, w.meta)
         more = [(ids, self.ids), (b, self.bias)][: (1 + bias) * bool(each)]
         given = [Operand(leaf.meta, array.view(np.uint8).reshape(-1)) for leaf, array in more]
         self.steps: list[Bound] = []
@@ -133,6 +135,21 @@ def test_experts(name, linear):
         t, j = np.nonzero(ids == expert)
         alone = Product(raw[expert * ROWS : (expert + 1) * ROWS], kind, k, linear)
         alike(alone(x[t[:17], j[:17]]), got[t[:17], j[:17]])
+
+
+LOW_MEM = [("f16", "float"), ("q8_0", "auto"), ("q6_k", "auto"), ("q4_k", "float")]
+
+
+@pytest.mark.parametrize("name, linear", LOW_MEM)
+def test_low_mem_changes_nothing(name, linear):
+    """Experts that are packed for each use: few tokens and many, of few experts and of all."""
+    kind, k = dtype(name), 512
+    raw, (x, ids) = any_bits(kind, EXPERTS * 85, k), inputs(k, tokens=300)
+    ids[150:] = 3
+    packed, mapped = (Experts(raw, kind, k, linear, most=300, low_mem=low) for low in (False, True))
+    for tokens in (0, 1, 5, 300):
+        alike(mapped(x[:tokens], ids[:tokens]), packed(x[:tokens], ids[:tokens]))
+    assert mapped.steps[-1].kernel.name.startswith("experts_mapped")
 
 
 @pytest.mark.parametrize("name, linear", [("f16", "float"), ("q8_0", "auto"), ("q4_k", "auto")])

@@ -237,6 +237,28 @@ def test_a_token_reads_only_its_experts(device, tmp_path):
     assert rows and stored / 3 < sum(row.bytes for row in rows) / tokens < 1.2 * stored / 3
 
 
+def test_low_mem_leaves_experts_in_the_file(tmp_path):
+    path = gguf_models.write(
+        tmp_path / "model.gguf", gguf_models.model_of("mixtral", 0), gguf_models.ARCHS["mixtral"]
+    )
+    options = {"device": "cpu", "kv_type": "f32", "context": 32}
+    llm = graphllm.load(path, low_mem=True, **options)
+    np.testing.assert_array_equal(llm.logits(IDS), logits(path, **options))
+    experts = [llm.file.raw(name) for name in llm.file.tensors if "_exps" in name]
+    held = list(llm.executor.buffers.weight_buffers())
+    assert experts
+    for raw in experts:
+        assert any(np.shares_memory(raw, each) for each in held)
+
+
+def test_low_mem_where_it_cannot_be(tmp_path):
+    folder = written(tmp_path, "qwen3_moe")
+    with pytest.raises(ModelFileError, match=r"tensor .*experts.* low_mem .* GGUF"):
+        graphllm.load(folder, device="cpu", low_mem=True)
+    dense = graphllm.load(written(tmp_path / "dense", "qwen3"), device="cpu", low_mem=True)
+    assert "low_mem has no effect: the model has no experts" in dense.notes()
+
+
 def test_latent_attention_caches_one_vector_a_token(tmp_path):
     llm = graphllm.load(written(tmp_path, "deepseek_v3"), device="reference", context=32)
     (cache,) = llm.decoder.caches

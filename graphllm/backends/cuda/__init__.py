@@ -46,6 +46,10 @@ def _probe() -> tuple[bool, str]:
 def _open(options: Options) -> Device:
     from .runtime.device import CudaDevice
 
+    if options.low_mem:
+        raise PlacementError(
+            'low_mem = True needs device = "cpu": the GPU keeps its weights', "low_mem"
+        )
     device = CudaDevice(options)
     if options.deterministic and device.gpu.capability < _TENSOR_CORES:
         own, least = (".".join(map(str, c)) for c in (device.gpu.capability, _TENSOR_CORES))

@@ -1,5 +1,7 @@
-"""Pack weights at load into tiles of 16 rows; `graphllm.backends.cpu.formats` describes tiles.
-Weights that are used as they are stored are only checked.
+"""Pack weights into tiles of 16 rows; `graphllm.backends.cpu.formats` describes tiles.
+
+Weights are packed at load. Those that are used as they are stored, or packed while they are
+multiplied, are only checked then.
 
 The pages of a mapped file are mapped before a chunk of rows is packed and released after it, so a
 weight is never in memory twice. Page faults would map neighbouring pages as well, which then stay.
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ....errors import ModelFileError
 from ....formats import ROW_FORMATS, quantization
 from ....graph.dtype import DType
 from ....graph.tensor import Meta
@@ -117,13 +120,28 @@ def _scale_packer(form: Any) -> Any:
     return pack_scales
 
 
-@cache
-def _packer(name: str, packs: bool) -> Kernel:
-    """The kernel that packs matrices, or only checks their scales."""
+def group_packer(name: str, packs: bool = True) -> Any:
+    """A helper that packs ``rows`` rows, at most 16, of ``blocks`` blocks each to a group; returns
+    bits of rows of which a scale is infinite or NaN. Without ``packs`` it only checks scales."""
     form = FORMATS[name]
     code, nbytes, block = form.code, form.nbytes, form.block
     stored, run_block = nbytes // LANES, pack_block if packs else check_block
     pack_scales = _scale_packer(form)
+
+    @helper
+    def pack_group(source, stride, rows, blocks, group):
+        bad = pack_scales(source, stride, rows, blocks * block, group)
+        for b in range(blocks):
+            bad |= run_block(code, source + b * stored, stride, rows, group + b * nbytes)
+        return bad
+
+    return pack_group
+
+
+@cache
+def _packer(name: str, packs: bool) -> Kernel:
+    """The kernel that packs matrices, or only checks their scales."""
+    form, pack_group = FORMATS[name], group_packer(name, packs)
 
     @kernel(key=(form.cache_key, packs))
     def packer(p, thread, threads):
@@ -143,10 +161,7 @@ def _packer(name: str, packs: bool) -> Kernel:
                 row = g // groups * a.rows + g % groups * LANES
                 rows = min(LANES, a.rows - g % groups * LANES)
                 source, target = a.source + row * a.stride, a.target + g * a.group_bytes
-                bad = pack_scales(source, a.stride, rows, a.blocks * block, target)
-                for b in range(a.blocks):
-                    at = source + b * stored
-                    bad |= run_block(code, at, a.stride, rows, target + b * nbytes)
+                bad = pack_group(source, a.stride, rows, a.blocks, target)
                 if bad != 0:
                     while bad & 1 == 0:
                         bad, row = bad >> 1, row + 1
@@ -191,6 +206,20 @@ def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
     packed = SLABS.cut(packed_bytes(meta))
     _run_packer(raw, meta.dtype, packed, rows, columns)
     return packed
+
+
+def keep_mapped(raw: np.ndarray, meta: Meta) -> np.ndarray:
+    """Check the scales of a weight and return ``raw`` itself, which must be in a mapped file.
+
+    ModelFileError if it is not, or if a block has an infinite or NaN scale.
+    """
+    if not _in_mapped_file(raw):
+        raise ModelFileError(
+            "low_mem reads experts from the file, but the file does not hold these as they are "
+            "used; `graphllm quantize` writes a GGUF file that does"
+        )
+    check_scales(raw, meta.dtype)
+    return raw
 
 
 def check_scales(raw: np.ndarray, dtype: DType) -> None:

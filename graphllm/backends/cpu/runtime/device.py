@@ -92,11 +92,15 @@ class CpuDevice:
     def prepare(
         self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta
     ) -> np.ndarray:
-        """Return the stored bytes themselves (mapped if they are), or rearranged by ``pack``."""
+        """Return the stored bytes themselves (mapped if they are), or rearranged by ``pack``, which
+        may return them, too."""
         if pack is None:
             check_scales(raw, meta.dtype)
             return raw
-        packed = pack(raw, meta).reshape(-1).view(np.uint8)
+        packed = pack(raw, meta)
+        if packed is raw:
+            return raw
+        packed = packed.reshape(-1).view(np.uint8)
         if packed.ctypes.data % _ALIGN == 0:
             return packed
         aligned = self.alloc(packed.nbytes)
