@@ -230,6 +230,16 @@ class GenerationLoadOptions(LoadOptions):
             "or as many as pay (auto). Answers stay the same.",
         ),
     ] = "off"
+    draft: Annotated[
+        str | None,
+        Option(
+            "--draft",
+            metavar="MODEL",
+            help="Predict draft tokens with a smaller model of the same vocabulary instead; "
+            "--speculate is then auto unless it is a number.",
+            show_default=False,
+        ),
+    ] = None
 
 
 @dataclass

@@ -7,9 +7,10 @@ the temperature (`graphllm.ops.sampling`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from .generation import Generation
 from .logits_processors import LogitsProcessor
@@ -27,6 +28,47 @@ _LEAST_GAIN = 1.03  # expected gain below which no draft is computed
 _LEAST_RATE = 0.1  # probability of a draft's acceptance below which it is not computed
 
 
+class Drafter(Protocol):
+    """Predicts the next tokens of requests."""
+
+    def rates(self, row: Generation, count: int) -> list[float]:
+        """Return the probabilities that the first 1, 2, ... predictions of a request all come true.
+
+        At most ``count``; empty if there is no prediction.
+        """
+
+    def predict(self, rows: Sequence[Generation], counts: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the next ``counts`` tokens of each request, or fewer."""
+
+    def seconds(self, count: int) -> float:
+        """Return the expected seconds of a prediction of at most ``count`` tokens a request."""
+
+    def doubt(self) -> None:
+        """Shorten these; see `StepTimes.doubt`."""
+
+    def note_outcome(self, drafts: int, accepted: int) -> None:
+        """Note how many of the drafts of a request were accepted."""
+
+
+class LookUp:
+    """Prompt look-up; see `Drafter`. It takes no time, and counts the outcomes by itself."""
+
+    def rates(self, row: Generation, count: int) -> list[float]:
+        return _lookup(row).rates(count)
+
+    def predict(self, rows: Sequence[Generation], counts: Sequence[int]) -> list[tuple[int, ...]]:
+        return [_lookup(row).predict(count) for row, count in zip(rows, counts)]
+
+    def seconds(self, count: int) -> float:
+        return 0.0
+
+    def doubt(self) -> None:
+        pass
+
+    def note_outcome(self, drafts: int, accepted: int) -> None:
+        pass
+
+
 class Speculation:
     """Chooses the draft tokens of each decode step.
 
@@ -38,20 +80,33 @@ class Speculation:
         scheduler: reserves the blocks of draft tokens.
         rows: maximum number of rows of a step: sequences and draft tokens.
         fixed: draft tokens of each sequence; 0 chooses their number.
+        drafter: predicts them; None for prompt look-up.
     """
 
-    def __init__(self, scheduler: Scheduler, rows: int, fixed: int = 0) -> None:
+    def __init__(
+        self, scheduler: Scheduler, rows: int, fixed: int = 0, drafter: Drafter | None = None
+    ) -> None:
         self._scheduler, self._rows, self._fixed = scheduler, rows, fixed
+        self._drafter = drafter or LookUp()
         self._times = StepTimes()
+        self._predicting = 0.0  # seconds of the last prediction
 
     def extend(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> list[Chunk]:
         """Return the chunks of a decode step with draft tokens, for which blocks are reserved."""
-        found = []
-        for chunk, row, count in zip(chunks, rows, self.choose(chunks, rows)):
-            if count and isinstance(row, Generation) and self._scheduler.extend(chunk, count):
-                chunk = chunk._replace(drafts=_lookup(row).predict(count))
-                row.drafted += count
-            found.append(chunk)
+        found, places = [*chunks], list[int]()
+        asked, counts = list[Generation](), list[int]()
+        for place, (row, count) in enumerate(zip(rows, self.choose(chunks, rows))):
+            if count and self._scheduler.extend(chunks[place], count):
+                assert isinstance(row, Generation)
+                places.append(place)
+                asked.append(row)
+                counts.append(count)
+        began = time.perf_counter()
+        drafts = self._drafter.predict(asked, counts) if asked else []
+        self._predicting = time.perf_counter() - began
+        for place, row, own in zip(places, asked, drafts):
+            found[place] = chunks[place]._replace(drafts=own)
+            row.drafted += len(own)
         return found
 
     def choose(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> list[int]:
@@ -61,7 +116,10 @@ class Speculation:
             room = 0  # the host chooses tokens of this step
         context = self._scheduler.context
         most = [_most_drafts(row, chunk, room, context) for chunk, row in zip(chunks, rows)]
-        rates = [_lookup(row).rates(n) if n else [] for row, n in zip(rows, most)]
+        rates = [
+            self._drafter.rates(row, n) if n and isinstance(row, Generation) else []
+            for row, n in zip(rows, most)
+        ]
         if self._fixed:
             return [min(self._fixed, room // len(rows), len(each)) for each in rates]
         return self._most_profitable(rates, room)
@@ -75,21 +133,27 @@ class Speculation:
         """
         counts, sequences = [0] * len(rates), len(rates)
         ordered = sorted(
-            ((rate, s) for s, each in enumerate(rates) for rate in each if rate > _LEAST_RATE),
+            (
+                (rate, -depth, s)
+                for s, each in enumerate(rates)
+                for depth, rate in enumerate(each, 1)
+                if rate > _LEAST_RATE
+            ),
             reverse=True,
         )[:room]
         if not ordered:
             return counts
         tokens, least, chosen = float(sequences), self._times.plain(sequences) / sequences, 0
-        least /= _LEAST_GAIN
-        for number, (rate, _) in enumerate(ordered, 1):
-            tokens += rate
-            seconds = self._times.with_drafts(sequences + number) / tokens
-            if seconds < least:
-                least, chosen = seconds, number
+        least, longest = least / _LEAST_GAIN, 0
+        for number, (rate, depth, _) in enumerate(ordered, 1):
+            tokens, longest = tokens + rate, max(longest, -depth)
+            seconds = self._times.with_drafts(sequences + number) + self._drafter.seconds(longest)
+            if seconds / tokens < least:
+                least, chosen = seconds / tokens, number
         if not chosen:
             self._times.doubt()
-        for _, sequence in ordered[:chosen]:
+            self._drafter.doubt()
+        for _, _, sequence in ordered[:chosen]:
             counts[sequence] += 1
         return counts
 
@@ -130,14 +194,17 @@ class Speculation:
                 count += 1
             kept += range(first, first + count + 1)
             first += most + 1
+            if most:
+                self._drafter.note_outcome(most, count)
             chunk.sequence.tokens.extend(chunk.drafts[:count])
             found.append(chunk._replace(stop=chunk.stop + count, drafts=chunk.drafts[:count]))
         return found, StepResult.of(each[kept] for each in result[:4] if each is not None)
 
     def note_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Note the time of a decode step."""
+        """Note the time of a decode step, from its start before `extend` on."""
         drafts = sum(len(chunk.drafts) for chunk in chunks)
-        self._times.note(len(chunks) + drafts, drafts > 0, seconds)
+        self._times.note(len(chunks) + drafts, drafts > 0, seconds - self._predicting)
+        self._predicting = 0.0
 
 
 class _DraftRow:

@@ -86,6 +86,7 @@ RULES: dict[str, Rule] = {
     "deterministic": flag,
     "low_mem": flag,
     "speculate": _speculate,
+    "draft": Optional(_model),
     "threads": Integer(0),
     "place": Optional(text_mapping),
     "strict": flag,

@@ -87,6 +87,7 @@ class LoadedModel:
         self.limits = sized_limits(decoder, self.executor, limits, kv_memory)
         self.seq2seq = self._seq2seq()
         self.engine = Engine(self.decoder, self.executor, self.limits)
+        self.draft: LoadedModel | None = None
         self.load_s = 0.0
 
     def _seq2seq(self) -> Seq2Seq | None:
@@ -152,6 +153,7 @@ class LoadedModel:
         deterministic: bool = False,
         low_mem: bool = False,
         speculate: int | str = "off",
+        draft: str | Path | Checkpoint | None = None,
         threads: int = 0,
         place: Mapping[str, str] | None = None,
         strict: bool = False,
@@ -188,6 +190,8 @@ class LoadedModel:
                 sequences themselves; ``off``, or ``auto``: as many as the measured times of steps
                 make worth while, often none. Answers stay the same; on CUDA, logits may differ in
                 their last bits, as in other batches, without ``deterministic``.
+            draft: a smaller model with the same vocabulary, which predicts the draft tokens
+                instead; ``speculate`` is then ``auto`` unless it is a number.
             threads: number of CPU threads; 0 uses every performance core.
             place: backends by scope pattern: ``{"model.layers.3.*": "cpu"}``.
             strict: raise PlacementError if an op does not run on the first usable backend.
@@ -209,8 +213,15 @@ class LoadedModel:
         """
         start = time.perf_counter()
         own = check(RULES, {name: value for name, value in locals().items() if name in RULES})
+        if own["draft"] is not None and own["speculate"] == "off":
+            own["speculate"] = "auto"
         options = backend_options(own)
         executor = executor_arguments(own, options, progress)
+        drafting = None
+        if own["draft"] is not None:
+            from .draft import draft_arguments
+
+            drafting = LoadedModel.load(own["draft"], **draft_arguments(own))
         file = open_checkpoint(model)
         decoder = build_decoder(file, model_def, type, executor["backends"], options)
         limits = graph_limits(own["context"], kv_type, device, own["max_sequences"])
@@ -218,6 +229,7 @@ class LoadedModel:
         owns = file is not model
         llm = cls(file, decoder, executor, limits, chat_template, owns, own["kv_memory"])
         llm.engine.offload_layers(own["gpu_layers"])
+        llm.draft = drafting
         draft_plans = llm._speculate(own["speculate"] == "auto") if limits.drafts else []
         for plan in draft_plans:  # before others are bound, which would be undone
             llm.executor.reserve(plan)
@@ -235,11 +247,19 @@ class LoadedModel:
         """
         from ..engine.speculation import Speculation
 
-        if self.seq2seq is not None:
-            raise RequestError("an encoder-decoder does not speculate", "speculate")
+        for each, option in ((self, "speculate"), (self.draft, "draft")):
+            if each is not None and each.seq2seq is not None:
+                raise RequestError("an encoder-decoder does not speculate", option)
         engine, drafts = self.engine, self.limits.drafts
+        drafter = None
+        if self.draft is not None:
+            from ..engine.draft_model import DraftModel
+            from .draft import check_vocabularies
+
+            check_vocabularies(self, self.draft)
+            drafter = DraftModel(self.draft.engine, drafts)
         engine.batcher.speculation = Speculation(
-            engine.scheduler, self.limits.step_sequences, fixed=0 if auto else drafts
+            engine.scheduler, self.limits.step_sequences, 0 if auto else drafts, drafter
         )
         return [engine.decode_plan(1 << bits) for bits in range(1, drafts.bit_length() + 1)]
 
@@ -335,6 +355,8 @@ class LoadedModel:
             if self._owns_file:
                 file.close()
         engine.worker.join()
+        if self.draft is not None:
+            self.draft.close()
 
     def __enter__(self: M) -> M:
         return self

@@ -16,6 +16,7 @@ from graphllm.engine.generation import Generation
 from graphllm.engine.prompt_lookup import PromptLookup
 from graphllm.engine.speculation import Speculation
 from graphllm.engine.step_times import StepTimes
+from graphllm.errors import RequestError
 
 SEED = 41
 
@@ -111,6 +112,50 @@ def test_answers_end_within_accepted_drafts(tmp_path):
     timings = done.timings
     assert done.notes and 0 < timings.accepted_tokens <= timings.drafted_tokens
     assert "".join(llm.stream(prompt, **greedy)) == text
+
+
+# -------------------------------------------------------------------------------------- draft model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("draft_models")
+    return [
+        tiny.write_llama(folder / f"{s}.gguf", tiny.llama_weights(s), "llama", "", 64)
+        for s in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("speculate", ["5", "auto", "off"])
+@pytest.mark.parametrize("same", [True, False])
+def test_a_draft_model_changes_no_answer(models, same, speculate):
+    """Requests at once, at any temperature; a model is its own best draft model."""
+    load = {"device": "cpu", "threads": 1, "max_sequences": 3}
+    plain = graphllm.load(models[0], **load)
+    llm = graphllm.load(models[0], draft=models[not same], speculate=speculate, **load)
+    prompts = [[5, 9, 30, 31], [7] * 20, [40, 41, 5]]
+    for temperature in (0, 1.0):
+        options = {"temperature": temperature, "ignore_eos": True, "max_tokens": 99, "seed": 3}
+        want, have = ([llm.generate(p, **options) for p in prompts] for llm in (plain, llm))
+        handles = [llm.submit(p, **options) for p in prompts]
+        have += [handle.result() for handle in handles]
+        assert [h.ids for h in have] == [w.ids for w in want] * 2
+        if speculate == "5":
+            drafted = sum(h.timings.drafted_tokens for h in have)
+            accepted = sum(h.timings.accepted_tokens for h in have)
+            assert drafted > 100 and (accepted == drafted if same else accepted < drafted / 2)
+    draft = llm.draft
+    llm.close()
+    assert draft.closed
+
+
+def test_draft_models_that_cannot_predict(models, tmp_path):
+    token = next(i for i, piece in enumerate(tiny.VOCAB["pieces"]) if len(piece) > 4)
+    piece = tiny.VOCAB["pieces"][token].encode()
+    other = tmp_path / "other.gguf"
+    other.write_bytes(models[1].read_bytes().replace(piece, b"x" * len(piece), 1))
+    with pytest.raises(RequestError, match=f"token {token} is not the same"):
+        graphllm.load(models[0], draft=other, device="cpu")
 
 
 # -------------------------------------------------------------------------------------- predictions
