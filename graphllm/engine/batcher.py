@@ -104,6 +104,8 @@ class Batcher:
                 self.runner.reset()  # a sequence may run on in other blocks
             if not chunks:
                 return False
+            if copies := self.scheduler.take_copies():
+                self.runner.copy_blocks(copies)
             rows = self._start(chunks)
             decodes = all(c.samples and c.stop - c.start == 1 for c in chunks)
             if not decodes or any(row.processors or row.asks_candidates for row in rows):

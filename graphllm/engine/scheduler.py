@@ -24,7 +24,10 @@ class Scheduler:
 
     Sequences are admitted in the order of (priority, arrival); if the first waiting one cannot be,
     none behind it is. It waits while another sequence is about to compute a block that it can use,
-    so that a common prefix is computed once, and until there are blocks for its whole prompt.
+    so that a common prefix is computed once, and until there are blocks for its whole prompt. A
+    bidirectional prefix, such as the source of an encoder-decoder, is shared with a running
+    sequence that has the same one: the blocks that both write to are copied. Until that sequence
+    has computed it, those behind go first.
 
     If a running sequence needs a block and there is none, the running sequence of the lowest
     priority, and among those the one with the least computed tokens, is preempted: it gives up its
@@ -68,6 +71,7 @@ class Scheduler:
         # Of the step being scheduled
         self._left = 0  # tokens of the budget
         self._chunks: dict[ActiveSequence, Chunk] = {}
+        self._forks: list[SequenceBlocks] = []
         self._prompts = 0  # chunks of prompts
         self._prompts_first = False  # in the next step
         # The first waiting sequence that could not be admitted, with the key of the block that it
@@ -173,7 +177,8 @@ class Scheduler:
 
         Returns:
             One chunk for each sequence in the step; those that sample come first, in the order in
-            which the sequences were admitted. Empty if no sequence has a token to compute.
+            which the sequences were admitted. Empty if no sequence has a token to compute. Before
+            the step is launched, the caller makes the copies of `take_copies`.
         """
         if self._waiting:
             for sequence in filter(_is_idle, self._running[:]):
@@ -192,6 +197,13 @@ class Scheduler:
             return list(self._chunks.values())
         chunks = [self._chunks[s] for s in self._running if s in self._chunks]
         return [c for c in chunks if c.samples] + [c for c in chunks if not c.samples]
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Return the copies of blocks that the step last scheduled needs."""
+        forks, self._forks = self._forks, []
+        for blocks in forks:
+            blocks.private = False
+        return [copy for blocks in forks for copy in blocks.copies]
 
     def following(self, chunks: Sequence[Chunk]) -> list[Chunk] | None:
         """Return the decode step after ``chunks``, to be launched before they complete.
@@ -249,9 +261,18 @@ class Scheduler:
 
     def _admit(self, may_starve: bool) -> None:
         """Admit waiting sequences, and add their first chunks."""
-        while self._left and self._may_admit_next():
-            sequence = self._waiting[0]
+        at = 0
+        while self._left and self._may_admit_next(at):
+            sequence = self._waiting[at]
             blocks = self._manager.begin(sequence.tokens, sequence.prefix, sequence.reuse)
+            if not blocks.cached and (origin := self._same_prefix(sequence)) is not None:
+                self._manager.release(blocks)
+                if origin.blocks is None or origin.computed < sequence.prefix:
+                    at += 1
+                    continue
+                prefix = sequence.tokens[: sequence.prefix]
+                blocks = self._manager.fork(origin.blocks, prefix, copy=True)
+                blocks.private = bool(blocks.copies)
             stop = self._chunk_stop(sequence, blocks.cached)
             key = self._manager.awaited(blocks) if sequence.reuse else None
             if key is not None or stop == blocks.cached or not self._fits(sequence, blocks):
@@ -261,16 +282,29 @@ class Scheduler:
                 else:
                     self._refused = sequence, key, self._manager.releases
                 return
-            del self._waiting[0]
+            del self._waiting[at]
             self._running.append(sequence)
+            if blocks.private:
+                self._forks.append(blocks)
             sequence.blocks, sequence.computed = blocks, blocks.cached
             self._prompts += self._add_chunk(sequence, blocks, stop)
 
-    def _may_admit_next(self) -> bool:
-        """Whether the first waiting sequence may be admitted, as far as can be seen quickly."""
-        if not self._waiting or len(self._running) >= self.sequences:
+    def _same_prefix(self, sequence: ActiveSequence) -> ActiveSequence | None:
+        """Return a running sequence with the same bidirectional prefix, of which it is to be used.
+
+        The one that has computed it, if there is one.
+        """
+        length, prefix = sequence.prefix, sequence.tokens[: sequence.prefix]
+        if not length or not sequence.reuse:
+            return None
+        found = [s for s in self._running if s.prefix == length and s.tokens[:length] == prefix]
+        return max(found, key=attrgetter("computed"), default=None)
+
+    def _may_admit_next(self, at: int = 0) -> bool:
+        """Whether a waiting sequence may be admitted, as far as can be seen quickly."""
+        if at >= len(self._waiting) or len(self._running) >= self.sequences:
             return False
-        if self._refused is None or self._refused[0] is not self._waiting[0]:
+        if self._refused is None or self._refused[0] is not self._waiting[at]:
             return True
         _, key, releases = self._refused
         if key is not None:

@@ -435,7 +435,7 @@ def test_a_fork_with_a_copy_has_all_tokens():
     assert fork.cached == 10 and [group for group, _, _ in fork.copies] == ["full", "window"]
     for group, source, target in fork.copies:
         assert source == first.tables[group][2] and target == fork.tables[group][2] != source
-    cache.content.copy(fork)
+    cache.content.copy(fork.copies)
     cache.extend(fork, [*ids(10), 1])
     cache.extend(first, [*ids(10), 2])
     third = cache.manager.fork(first, [*ids(10), 2], copy=True)

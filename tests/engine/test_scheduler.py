@@ -207,6 +207,23 @@ def test_a_common_prefix_is_computed_once(window):
     assert scheduler._manager.hits == 15 * 1000
 
 
+def test_a_bidirectional_prefix_is_computed_once():
+    """Two samples of each of two prompts: those that wait do not hold up the others."""
+    scheduler = make(tokens=64)
+    sequences = [sequence(15, first, prefix=14) for first in (1, 1, 2, 2)]
+    added(scheduler, *sequences)
+    assert step(scheduler) == [(0, 0, 15), (2, 0, 15)] and not scheduler.take_copies()
+    chunks = scheduler.schedule()
+    tables = [s.blocks.tables["full"] for s in sequences]
+    for a, b in (tables[:2], tables[2:]):  # three shared blocks, and a copy of the fourth
+        assert (a[:3] == b[:3]).all() and a[3] != b[3]
+    assert [(copy.source, copy.target) for copy in scheduler.take_copies()] == [
+        (a[3], b[3]) for a, b in (tables[:2], tables[2:])
+    ]  # fmt: skip
+    assert not any(s.blocks.private for s in sequences)
+    assert finish(scheduler, chunks) == [(0, 15, 16), (2, 15, 16), (1, 14, 15), (3, 14, 15)]
+
+
 def test_a_sequence_whose_logits_are_all_needed_uses_no_cached_prefix():
     scheduler = make()
     first = sequence(12)

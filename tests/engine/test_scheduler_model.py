@@ -64,7 +64,7 @@ def test_random_forks(seed, steps):
                 copy = bool(rng.random() < 0.5)
                 free = all(pool.available for pool in manager.pools.values())
                 fork = manager.fork(blocks, tokens[:count], copy)
-                manager.content.copy(fork)
+                manager.content.copy(fork.copies)
                 assert bool(fork.copies) == (fork.cached % block > 0)
                 assert fork.cached <= count and (fork.cached == 0 or fork.cached >= prefix)
                 if all(pool.window == 0 for pool in manager.pools.values()):

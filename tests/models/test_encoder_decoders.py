@@ -198,6 +198,38 @@ def test_a_source_is_computed_once(tmp_path):
         assert llm.generate(other, max_tokens=3, temperature=0).cached_tokens == 0
 
 
+def test_samples_share_a_source(tmp_path):
+    """Three samples of two sources, not full blocks long: each source is encoded once."""
+    write(tmp_path, "bart")
+    given, encoded = sources("bart", [50, 7]), []
+    settings = {"seed": 3, "max_tokens": 12, "logprobs": 1, "n": 3}
+    with load(tmp_path) as llm:
+        runner = llm.engine.batcher.runner
+        encode = runner.encode
+
+        def counted(spans, recorder=None):
+            encoded.extend(len(span.tokens) for span in spans)
+            encode(spans, recorder)
+
+        runner.encode = counted
+        done = llm.generate(given, **settings)
+        assert encoded == [51, 8]
+        assert [[c.cached_tokens for c in each.choices] for each in done] == [
+            [0, 51, 51],
+            [0, 8, 8],
+        ]
+        again = [llm.generate(ids, **settings) for ids in given]  # with the sources in the cache
+        assert encoded == [51, 8]
+        for one, two in zip(done, again, strict=True):
+            assert [c.ids for c in one.choices] == [c.ids for c in two.choices]
+            assert [c.logprobs for c in one.choices] == [c.logprobs for c in two.choices]
+    with load(tmp_path, max_sequences=2) as llm:  # samples that wait for a place
+        alone = llm.generate(given, **settings)
+        assert [[c.ids for c in each.choices] for each in alone] == [
+            [c.ids for c in each.choices] for each in done
+        ]
+
+
 def test_ops_that_miss_the_first_backend_are_reported(tmp_path):
     write(tmp_path, "t5")
     off = ("cpu:packed_attention", "cpu:attention")

@@ -58,9 +58,9 @@ class KvContent:
             wrong = np.flatnonzero(have != numbers[first:])
             assert not len(wrong), f"{group}: wrong keys at positions {first + wrong}"
 
-    def copy(self, blocks: Any) -> None:
-        """Copy the blocks that a fork lists."""
-        for group, source, target in blocks.copies:
+    def copy(self, copies: Sequence[Any]) -> None:
+        """Copy blocks."""
+        for group, source, target in copies:
             rows = self.rows[group].reshape(-1, self.block)
             rows[target] = rows[source]
 

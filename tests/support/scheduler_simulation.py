@@ -124,6 +124,9 @@ class Simulation:
         prefix = 0
         if self.bidirectional and self.rng.random() < 0.7:
             prefix = min(len(tokens), int(self.rng.choice([3, 6, 7 * self.block, self.context])))
+        if self.live and self.bidirectional and self.rng.random() < 0.3:  # another sample
+            other = self.live[self.rng.integers(len(self.live))]
+            tokens, prefix = other.tokens[: other.prompt_tokens], other.prefix
         sequence = ActiveSequence(
             tokens, len(tokens), prefix=prefix,
             priority=int(self.rng.choice([0, 0, 0, 1, 2])), arrival=int(self.rng.integers(3)),
@@ -155,6 +158,7 @@ class Simulation:
         waiting = list(self.scheduler._waiting)
         preempted = self.scheduler.preempted
         chunks = self.scheduler.schedule()
+        self.content.copy(self.scheduler.take_copies())
         self.manager.check()
         self.check_chunks(chunks)
         self.check_order(chunks, waiting, running, self.scheduler.preempted > preempted)
@@ -246,6 +250,12 @@ class Simulation:
                 at = stop // self.block
                 assert all(table[at] >= 0 for table in sequence.blocks.tables.values())
 
+    def _awaits_prefix(self, sequence: ActiveSequence) -> bool:
+        """Whether a running sequence has, or will have, the bidirectional prefix of another one."""
+        own = sequence.tokens[: sequence.prefix]
+        others = (s.tokens[: s.prefix] for s in self.scheduler._running)
+        return bool(own) and sequence.reuse and own in others
+
     def check_order(
         self, chunks: list[Chunk], waiting: list[ActiveSequence], running: list[ActiveSequence],
         preempted: bool,
@@ -256,7 +266,8 @@ class Simulation:
             s.number for s in [*scheduler._running, *scheduler._waiting]
         )
         admitted = [s for s in waiting if s.blocks is not None]
-        assert admitted == waiting[: len(admitted)]
+        may = [s for s in waiting if s.blocks is not None or not self._awaits_prefix(s)]
+        assert admitted == may[: len(admitted)]
         assert not (admitted and preempted)
         assert all(s.blocks is None and s.computed == 0 for s in scheduler._waiting)
         in_step = {c.sequence for c in chunks}
