@@ -11,6 +11,7 @@ from graphllm.model.encoder_config import (
 )
 from graphllm.weights.weight_rules import WeightRule
 
+GGUF = ("bert",)
 TYPES = ("roberta", "xlm-roberta", "camembert")
 Model = Encoder
 TINY = (

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+from graphllm.model.config import ACTIVATIONS
 from graphllm.model.config_keys import Keys
 from graphllm.model.encoder import Encoder, EncoderConfig, Layer
 from graphllm.model.encoder_config import bert_config, bert_heads, bert_names, encoder_rules
 from graphllm.model.rope import rope_config
 from graphllm.weights.weight_rules import WeightRule
 
+GGUF = ("nomic-bert",)
 Model = Encoder
 TINY = (
     {"vocab_size": 131, "hidden_size": 60, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -31,7 +33,8 @@ def config(keys: Keys) -> EncoderConfig:
     c = bert_config(keys, names, bert_heads(keys, "nomic_bert", "layer_norm"))
     width = keys.positive("head_dim", c.attention.head_dim)
     attention = replace(c.attention, head_dim=width, bias=False, out_bias=False, fused="rows")
-    return replace(
-        c, positions="", layers=(Layer(rope_config(keys, width, base=1000.0)),) * len(c.layers),
-        attention=attention, mlp=replace(c.mlp, gated=True, bias=False),
-    )  # fmt: skip
+    rope = rope_config(keys, width, base=10_000.0 if keys.gguf else 1000.0)
+    act = keys.choice("hidden_act", ACTIVATIONS, "silu")
+    mlp = replace(c.mlp, act=act, gated=True, bias=False)
+    layers = (Layer(rope),) * len(c.layers)
+    return replace(c, positions="", layers=layers, attention=attention, mlp=mlp)

@@ -3,9 +3,12 @@
 from graphllm.model.config import ACTIVATIONS, Attention, EncoderConfig, EncoderDecoderConfig
 from graphllm.model.config_keys import Keys
 from graphllm.model.encoder_decoder import EncoderDecoder, Layer, Mlp, ModuleNames, Norm
-from graphllm.model.relative_positions import BiasByDistance, bucket_sizes
+from graphllm.model.gguf_config import T5_KEYS
+from graphllm.model.relative_positions import bias_rules, bucket_sizes
 from graphllm.weights.weight_rules import WeightRule
 
+GGUF = ("t5",)
+GGUF_KEYS = T5_KEYS
 Model = EncoderDecoder
 MAX_TOKENS = 1 << 15  # of a source or a target: positions have no limit
 TINY = (
@@ -17,40 +20,42 @@ TINY = (
 
 
 def HF(config: EncoderDecoderConfig) -> tuple[WeightRule, ...]:
-    """Store biases by distance, not by bucket, and leave out copies of the embedding."""
-    path = "{}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    sides = (("encoder", config.encoder.attention, True), ("decoder", config.attention, False))
-    biases = (
-        WeightRule(a.bias_name, path.format(side), BiasByDistance(a.bias_reach, a.bias_buckets, b))
-        for side, a, b in sides
-    )
-    unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    copies = (f"{side}.embed_tokens.weight" for side, *_ in sides)
-    return *biases, *(WeightRule("", name) for name in (unused, *copies))
+    """Leave out biases that have no effect, and copies of the embedding."""
+    bias = "{}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    cross = WeightRule("", "{*}.EncDecAttention.relative_attention_bias.weight")
+    return *bias_rules(config, bias), cross, WeightRule("", "{*}.embed_tokens.weight")
+
+
+def RULES(config: EncoderDecoderConfig) -> tuple[WeightRule, ...]:
+    return bias_rules(config, "{:.3}.blk.0.attn_rel_b.weight")
 
 
 def config(keys: Keys) -> EncoderDecoderConfig:
     keys.rename(num_hidden_layers="num_layers", hidden_size="d_model")
-    keys.set_defaults(num_decoder_layers=keys("num_hidden_layers", int))
     keys.require("tie_encoder_decoder", False)
     keys.ignore("n_positions", "dropout_rate", "initializer_factor", "dense_act_fn", "is_gated_act")
-    proj, tied = keys("feed_forward_proj", str, "relu"), keys("tie_word_embeddings", bool, True)
+    gated = "enc.blk.0.ffn_gate.weight" in keys.tensors  # of a GGUF file
+    proj = keys("feed_forward_proj", str, "gated-gelu" if gated else "relu")
+    tied, eps = keys("tie_word_embeddings", bool, True), keys.eps("layer_norm_epsilon", 1e-6)
+    keys.require("layer_norm_eps", eps)
     gate, _, act = proj.rpartition("-")
     if gate not in ("", "gated") or act not in ACTIVATIONS:
         raise keys.error("feed_forward_proj", f"= {proj!r} is not supported")
+    act = "gelu_new" if gate and act == "gelu" else act
+    # A GGUF file does not state it. Only version 1.0, which has no gates, scales.
+    scaled = keys("scale_decoder_outputs", bool, tied and not gated)
     buckets, reach = bucket_sizes(keys)
-    dim, heads, layers = keys.positive("hidden_size"), keys.positive("num_heads"), keys.layers()
+    dim, heads = keys.positive("hidden_size"), keys.positive("num_heads")
+    layers = "num_decoder_layers" if keys.has("num_decoder_layers") else "num_hidden_layers"
 
     def common(side: str, count: int, mlp: int) -> dict:
         """Return what encoder and decoder have; ``mlp``: index of the MLP in a layer."""
         return {
             "vocab": keys.positive("vocab_size"), "dim": dim, "context": MAX_TOKENS,
-            "layers": (Layer(None),) * count, "norm": Norm(keys.eps("layer_norm_epsilon", 1e-6)),
-            "mlp": Mlp(keys.positive("d_ff"), "gelu_new" if gate + act == "gatedgelu" else act,
-                       gated=bool(gate)),
-            "attention": Attention(
-                heads, heads, keys.positive("d_kv"), scale=1.0, skip_prefix=side == "decoder",
-                bias_name=f"{side}.relative_attention_bias",
+            "layers": (Layer(None),) * count, "norm": Norm(eps),
+            "mlp": Mlp(keys.positive("d_ff"), act, bool(gate)),
+            "attention": Attention(heads, heads, keys.positive("d_kv"), scale=1.0,
+                skip_prefix=side == "decoder", bias_name=f"{side}.relative_attention_bias",
                 bias_buckets=buckets, bias_reach=reach),
             "names": ModuleNames(
                 model="", embed="shared", layers=f"{side}.block", norm=f"{side}.final_layer_norm",
@@ -62,8 +67,8 @@ def config(keys: Keys) -> EncoderDecoderConfig:
         }  # fmt: skip
 
     return EncoderDecoderConfig(
-        **common("decoder", keys.layers("num_decoder_layers"), 2),
-        encoder=EncoderConfig(**common("encoder", layers, 1)),
-        tied=tied or "lm_head.weight" not in keys.tensors,
-        logit_scale=dim**-0.5 if keys("scale_decoder_outputs", bool, tied) else 1.0,
+        **common("decoder", keys.layers(layers), 2),
+        encoder=EncoderConfig(**common("encoder", keys.layers(), 1)),
+        tied=tied or not {"lm_head.weight", "output.weight"} & {*keys.tensors},
+        logit_scale=dim**-0.5 if scaled else 1.0,
     )

@@ -94,6 +94,19 @@ def checkpoint_path(model: str | os.PathLike[str]) -> Path:
     raise ModelFileError(f"{path}: no such file")
 
 
+def states_pooling(path: Path, metadata: Mapping[str, Any]) -> bool:
+    """Return whether a model states how its hidden states become embeddings: a directory of
+    sentence-transformers, or a GGUF file with a pooling type. ConfigError as `stated_pooling`.
+
+    Args:
+        path: Directory or file.
+        metadata: Its configuration under its own names.
+    """
+    from .gguf import stated_pooling
+
+    return (path / "modules.json").is_file() or stated_pooling(metadata, path) is not None
+
+
 def open_checkpoint(model: str | os.PathLike[str] | Checkpoint, data: bool = True) -> Checkpoint:
     """Open the checkpoint of ``model``, see `checkpoint_path`; return one that is open already.
 

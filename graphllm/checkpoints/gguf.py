@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from ..errors import ConfigError, quote
 from ..model.gguf_config import gguf_keys
 from ..weights import NamedWeights, Weights
 from ..weights.gguf import GgufFile
+from ..weights.gguf_format import Cursor, read_header
+from ..weights.mapped_file import MappedFile
 
 if TYPE_CHECKING:
     from ..model.config import ModelConfig
     from ..model.config_keys import Keys
     from ..model.spec import ModelSpec
     from ..tokenizer import Tokenizer
+
+
+POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}  # by <architecture>.pooling_type
+
+
+def stated_pooling(metadata: Mapping[str, Any], where: object) -> str | None:
+    """Return the pooling that a GGUF file states, a name of `ops.pooling.POOLINGS`; None for none.
+
+    ConfigError, whose text begins with ``where``: it is not supported.
+    """
+    key = f"{metadata.get('general.architecture')}.pooling_type"
+    kind = metadata.get(key, 0)
+    if kind == 0:
+        return None
+    if kind not in POOLINGS:
+        known = ", ".join(f"{number} ({name})" for number, name in POOLINGS.items())
+        raise ConfigError(f"{where}: {key} = {quote(kind)} is not supported, only {known}")
+    return POOLINGS[kind]
+
+
+def leading_metadata(path: Path) -> dict[str, Any]:
+    """Return the metadata before the vocabulary, whose arrays take longer to read."""
+    file = MappedFile(path, data=False)
+    cursor, found = Cursor(file.view(), path), {}
+    for _ in range(read_header(cursor)[2]):
+        key = cursor.string()
+        if key == "tokenizer.ggml.tokens" and "general.architecture" in found:
+            break
+        found[key] = cursor.value()
+    del cursor
+    file.close()
+    return found
 
 
 class GgufCheckpoint(GgufFile):

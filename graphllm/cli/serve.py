@@ -138,9 +138,9 @@ def serve(
 def _load(
     model: str, options: GenerationLoadOptions, chat_template: str | None, parallel: int
 ) -> LLM | EmbeddingModel | SequenceClassifier:
-    from ..api.loader import encoder_config
+    from ..api.loader import encoder_class
 
-    if options.model_def is None and encoder_config(model) is not None:
+    if options.model_def is None and encoder_class(model) is not None:
         return _load_encoder(model, options, chat_template, parallel)
     llm = options.load(model, chat_template=chat_template, max_sequences=parallel)
     # `llm.tokenizer` raises if there is none.

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..arguments import Integer, OneOf, Optional, Rule, check, flag, quote
 from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.sentence_transformers import EmbeddingSettings, read_settings
 from ..engine.pooling import normalize
 from ..errors import ModelFileError, RequestError
 from ..model.decoder import Decoder
 from ..model.encoder import Encoder
 from ..ops.pooling import POOLINGS
 from .encoder_model import TRUNCATE, EncoderModel, checked_texts
-from .sentence_transformers import EmbeddingSettings, read_settings
 
 _RULES: dict[str, Rule] = {
     "normalize": flag,
@@ -30,8 +29,8 @@ _normalize = normalize  # of which an argument of `embed` has the name
 class EmbeddingModel(EncoderModel):
     """An encoder whose hidden states are pooled to one vector for each text."""
 
-    def _read_settings(self, folder: Path) -> EmbeddingSettings:
-        return read_settings(folder)
+    def _read_settings(self, file: Checkpoint) -> EmbeddingSettings:
+        return read_settings(file)
 
     def __init__(
         self,

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -22,7 +21,8 @@ from ..arguments import (
     mapping,
 )
 from ..arguments import texts as names
-from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.checkpoint import Checkpoint, states_pooling
+from ..checkpoints.sentence_transformers import EmbeddingSettings
 from ..engine.trace import Patch, Tracer
 from ..errors import RequestError
 from ..loading.loaded_encoder import LoadedEncoder, task_of
@@ -34,7 +34,6 @@ from ..progress import Show, progress_line
 from ..runtime.executor import Progress
 from ..terminal import note
 from .labels import label_names
-from .sentence_transformers import EmbeddingSettings
 
 if TYPE_CHECKING:
     from ..profiler.profile import Profile
@@ -98,7 +97,7 @@ class EncoderModel(LoadedEncoder):
         owns_file: bool = False,
     ) -> None:
         """See `LoadedEncoder`."""
-        self.settings = self._read_settings(file.path)
+        self.settings = self._read_settings(file)
         super().__init__(file, encoder, executor_options, owns_file)
         self._prefix, self._suffix = _special_tokens(self.tokenizer)
         outputs = self.engine.outputs
@@ -108,8 +107,8 @@ class EncoderModel(LoadedEncoder):
     def _maximum_length(self) -> int:
         return self.settings.max_length or self.encoder.cfg.context
 
-    def _read_settings(self, folder: Path) -> EmbeddingSettings:
-        """Return the settings of the directory that matter to this class."""
+    def _read_settings(self, file: Checkpoint) -> EmbeddingSettings:
+        """Return the settings of the model that matter to this class."""
         return EmbeddingSettings()
 
     def _read_labels(self) -> tuple[str, ...]:
@@ -122,7 +121,7 @@ class EncoderModel(LoadedEncoder):
 
         An embedding model may have any head that computes tokens, which is left out.
         """
-        pooled = not cls.task and (file.path / "modules.json").is_file()
+        pooled = not cls.task and states_pooling(file.path, file.metadata)
         if not spec.is_encoder and not (spec.is_decoder and pooled):
             raise RequestError(f"{file.path}: {spec.name} is a decoder, not {USES[cls.task][0]}")
         task = task_of(file.metadata)

@@ -153,8 +153,8 @@ class LoadedEncoder:
         """Load an encoder and prepare it to run.
 
         Args:
-            model: a Hugging Face or sentence-transformers directory, ``minilm``, ``org/name`` of
-                the Hugging Face hub, or an open `Checkpoint`.
+            model: a GGUF file, a Hugging Face or sentence-transformers directory, ``minilm``,
+                ``org/name`` of the Hugging Face hub, or an open `Checkpoint`.
             model_def: Python file that defines the model, instead of a built-in family.
             type: block format to quantise float matrices to while loading; None keeps them.
             device: ``auto`` (for each op the first backend that supports it) or the name of a

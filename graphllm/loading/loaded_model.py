@@ -124,6 +124,8 @@ class LoadedModel:
         from ..tokenizer.languages import Languages
         from ..tokenizer.tokenizer_config import TokenizerDirectory
 
+        if not self.file.path.is_dir():
+            return Languages(self.tokenizer)
         return Languages.of(self.tokenizer, TokenizerDirectory(self.file.path))
 
     def encode(self, prompt: str) -> list[int]:

@@ -30,9 +30,12 @@ class Seq2Seq:
 
     def __init__(self, file: Checkpoint, decoder: Decoder, limits: Limits) -> None:
         """Read the settings. ConfigError: a value is missing or invalid."""
-        path = file.path / "generation_config.json"
-        self._path = str(file.path / "config.json")
+        path, folder = file.path / "generation_config.json", file.path
+        self._path = str(folder / "config.json" if folder.is_dir() else folder)
         self._values = {**file.metadata, **(read_json(path) if path.is_file() else {})}
+        start = f"{file.architecture}.decoder_start_token_id"  # of a GGUF file
+        if start in file.metadata:
+            self._values["decoder_start_token_id"] = file.metadata[start]
         self._vocab = decoder.cfg.vocab
         first = self._id("decoder_start_token_id", "bos_token_id")
         if first is None:

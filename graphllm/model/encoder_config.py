@@ -28,10 +28,14 @@ def bert_config(
         names: Names of the modules, but for that of the masked language model's linear.
         heads: Heads by the end of the name of transformers' class.
         position_offset: Position of the first token.
-        token_types: Whether the model has token types.
+        token_types: Whether the model has token types; the tensors of a GGUF file state it.
+        act: Activation for files that do not state it.
     """
     dim, count, width = mha_sizes(keys)
     act = keys.choice("hidden_act", ACTIVATIONS, "gelu")
+    keys.require("attention.causal", False)  # of GGUF files
+    if keys.gguf:
+        token_types = keys.has("type_vocab_size")
     return EncoderConfig(
         vocab=keys.positive("vocab_size"),
         dim=dim,

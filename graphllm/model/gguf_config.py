@@ -3,48 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import ConfigError, ModelFileError
 from ..weights.gguf import GgufFile, StringArray
 from ..weights.weight_rules import FIRST_HALF, SECOND_HALF, STACK, WeightRule
+from .config import DecoderConfig, EncoderConfig, EncoderDecoderConfig, ModelConfig, ModuleNames
 from .config_keys import Keys
 from .rope import FREQUENCIES, LONG_FACTORS, SHORT_FACTORS
 
-if TYPE_CHECKING:
-    from .config import DecoderConfig, ModuleNames
 
-
-def gguf_weight_rules(config: DecoderConfig) -> list[WeightRule]:
+def gguf_weight_rules(config: ModelConfig) -> list[WeightRule]:
     """Return the rules from GGUF's tensor names to the weights of a model with this configuration.
 
     Source: gguf-py, `constants.py` and `tensor_mapping.py`.
     """
-    n, up = config.names, config.names.gate_up if config.mlp.fused else config.names.up
-    layer = f"{n.model}.{n.layers}.{{i}}"
+    n, stacks = config.names, {"": config}
+    if isinstance(config, EncoderDecoderConfig):
+        assert config.encoder is not None
+        stacks = {"dec.": config, "enc.": config.encoder}
     return [
         WeightRule(f"{n.head}.{{*}}", "output.{*}"),
         *_modules(n.model, "", {
             n.embed: "token_embd", n.embed_norm: "token_embd_norm", n.positions: "position_embd",
-            n.norm: "output_norm",
+            n.token_types: "token_types",
         }),
-        *_modules(layer, "blk.{i}.", {
-            n.pre_attn_norm: "attn_norm", n.post_attn_norm: "post_attention_norm",
-            n.pre_mlp_norm: "ffn_norm", n.post_mlp_norm: "post_ffw_norm",
-        }),
-        *_modules(f"{layer}.{n.attn}", "blk.{i}.", {
-            n.q: "attn_q", n.k: "attn_k", n.v: "attn_v", n.qkv: "attn_qkv", n.out: "attn_output",
-            n.q_norm: "attn_q_norm", n.k_norm: "attn_k_norm", **_MLA_NAMES,
-        }),
-        WeightRule(f"{layer}.{n.attn}.sinks", "blk.{i}.attn_sinks.weight"),
-        *(_moe_rules(f"{layer}.{n.mlp}", n) if config.moe else ()),
-        *_modules(f"{layer}.{n.mlp}".rstrip("."), "blk.{i}.", {
-            n.gate: "ffn_gate", up: "ffn_up", n.down: "ffn_down",
-        }),
+        *(rule for prefix, stack in stacks.items() for rule in _stack_rules(stack, prefix)),
         *(WeightRule(name, name) for name in (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)),
     ]  # fmt: skip
+
+
+def _stack_rules(config: ModelConfig, prefix: str) -> Iterator[WeightRule]:
+    """Rules for the layers and the final norm of an encoder or a decoder.
+
+    ``prefix``: what their names in the file begin with, ``enc.`` or ``dec.`` in encoder-decoders.
+    """
+    n, up = config.names, config.names.gate_up if config.mlp.fused else config.names.up
+    layer, stored = _path(n.model, n.layers, "{i}"), f"{prefix}blk.{{i}}."
+    post_norms = ("post_attention_norm", "post_ffw_norm")
+    if isinstance(config, EncoderConfig):
+        post_norms = ("attn_output_norm", "layer_output_norm")
+    yield from _modules(n.model, prefix, {n.norm: "output_norm"})
+    yield from _modules(layer, stored, {
+        n.pre_attn_norm: "attn_norm", n.post_attn_norm: post_norms[0],
+        n.pre_cross_norm: "cross_attn_norm",
+        n.pre_mlp_norm: "ffn_norm", n.post_mlp_norm: post_norms[1],
+    })  # fmt: skip
+    yield from _modules(_path(layer, n.attn), stored, {
+        n.q: "attn_q", n.k: "attn_k", n.v: "attn_v", n.qkv: "attn_qkv",
+        n.out: "attn_o" if prefix else "attn_output", n.q_norm: "attn_q_norm",
+        n.k_norm: "attn_k_norm", **_MLA_NAMES,
+    })  # fmt: skip
+    if n.cross_attn:
+        yield from _modules(_path(layer, n.cross_attn), stored, {
+            n.q: "cross_attn_q", n.k: "cross_attn_k", n.v: "cross_attn_v", n.out: "cross_attn_o",
+        })  # fmt: skip
+        # T5's files may have it; transformers does not use it either.
+        yield WeightRule("", f"{stored}cross_attn_rel_b.weight")
+    yield WeightRule(_path(layer, n.attn, "sinks"), f"{stored}attn_sinks.weight")
+    mlp = _path(layer, n.mlp)
+    if isinstance(config, DecoderConfig) and config.moe:
+        yield from _moe_rules(mlp, n)
+    yield from _modules(mlp, stored, {n.gate: "ffn_gate", up: "ffn_up", n.down: "ffn_down"})
+
+
+def _path(*names: str) -> str:
+    """Join the names of modules; empty ones stand for no module."""
+    return ".".join(filter(None, names))
 
 
 def _moe_rules(path: str, n: ModuleNames) -> Iterator[WeightRule]:
@@ -82,7 +109,7 @@ def _modules(path: str, stored: str, names: Mapping[str, str]) -> Iterator[Weigh
     """Rules for modules under ``path``, by their names in the file, which begin with ``stored``."""
     for name, stored_name in names.items():
         if name:
-            yield WeightRule(f"{path}.{name}.{{*}}", f"{stored}{stored_name}.{{*}}")
+            yield WeightRule(_path(path, name, "{*}"), f"{stored}{stored_name}.{{*}}")
 
 
 # Hugging Face's keys and GGUF's, without the prefix `<architecture>.`. A model file's GGUF_KEYS add
@@ -121,6 +148,15 @@ MLA_KEYS = {  # GGUF_KEYS of models with latent attention
     "norm_topk_prob": "expert_weights_norm",
     "first_k_dense_replace": "leading_dense_block_count",
 }
+T5_KEYS = {  # GGUF_KEYS of T5
+    "num_decoder_layers": "decoder_block_count",
+    "num_heads": "attention.head_count",
+    "d_kv": "attention.key_length",
+    "d_ff": "feed_forward_length",
+    "n_positions": "context_length",
+    "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+    "relative_attention_num_buckets": "attention.relative_buckets_count",
+}
 _SCALING: dict[str, tuple[str, type]] = {  # keys of rope_scaling, and types of the values
     "rope_type": ("rope.scaling.type", str),
     "factor": ("rope.scaling.factor", float),
@@ -130,9 +166,11 @@ _SCALING: dict[str, tuple[str, type]] = {  # keys of rope_scaling, and types of 
     "beta_fast": ("rope.scaling.yarn_beta_fast", float),
     "beta_slow": ("rope.scaling.yarn_beta_slow", float),
 }
+_TOKEN_TYPES = "tokenizer.ggml.token_type_count"
 _OLD_FACTOR = "rope.scale_linear"  # in files older than rope.scaling.factor
-# Keys that do not change the computation. The layout is always that of llama.cpp's converter.
-_IGNORED = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
+# Keys that do not change the computation, or are read by embeddings. The layout is always that of
+# llama.cpp's converter.
+_IGNORED = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "pooling_type")
 
 
 def gguf_keys(file: GgufFile, own_keys: Mapping[str, str]) -> Keys:
@@ -167,6 +205,9 @@ def gguf_keys(file: GgufFile, own_keys: Mapping[str, str]) -> Keys:
     values |= found
     values["vocab_size"] = _vocab_size(file)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
+    if "token_types.weight" in file.tensors:
+        values["type_vocab_size"] = file.value(_TOKEN_TYPES, int)
+        called["type_vocab_size"] = _TOKEN_TYPES
     keys = Keys(str(file.path), values, file.tensors, called, gguf=True)
     if "v_head_dim" not in own_keys and keys.has("v_head_dim"):
         width = keys.positive("v_head_dim")

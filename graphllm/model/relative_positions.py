@@ -10,7 +10,8 @@ import numpy as np
 from ..errors import ModelFileError
 from ..graph.dtype import F32
 from ..graph.tensor import Meta
-from ..weights.weight_rules import View
+from ..weights.weight_rules import View, WeightRule
+from .config import EncoderDecoderConfig
 from .config_keys import Keys
 
 MAX_REACH = 1 << 15
@@ -72,3 +73,18 @@ class BiasByDistance(View):
         if made.bound().size > MAX_BIASES:
             raise ModelFileError(f"shape {one.shape} makes more than {MAX_BIASES} biases")
         return made
+
+
+def bias_rules(config: EncoderDecoderConfig, path: str) -> tuple[WeightRule, ...]:
+    """Return the rules that store biases by distance, not by bucket.
+
+    Args:
+        config: Configuration.
+        path: Name of the tensors, with a place for "encoder" or "decoder".
+    """
+    assert config.encoder is not None
+    sides = (("encoder", config.encoder.attention, True), ("decoder", config.attention, False))
+    return tuple(
+        WeightRule(a.bias_name, path.format(side), BiasByDistance(a.bias_reach, a.bias_buckets, b))
+        for side, a, b in sides
+    )

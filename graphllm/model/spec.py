@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelFileError, RequestError
 from ..weights.weight_rules import WeightRule
-from .config import DecoderConfig, ModelConfig
+from .config import ModelConfig
 from .gguf_config import gguf_weight_rules
 
 if TYPE_CHECKING:
@@ -163,5 +163,4 @@ class ModelSpec:
     def gguf_rules(self, config: ModelConfig) -> Sequence[WeightRule]:
         """Return the weight rules for GGUF files."""
         own = self.rules(config) if callable(self.rules) else self.rules
-        assert isinstance(config, DecoderConfig)  # no family of encoders has GGUF names
         return [*own, *gguf_weight_rules(config)]

@@ -1,7 +1,7 @@
 """A Hugging Face directory as the source of a GGUF file, for some families.
 
 Source: llama.cpp's converter (`conversion/llama.py`, `qwen.py`, `gemma.py`) for the keys of each
-architecture, and the order of the rows of queries and keys.
+architecture, and the order of the rows of queries and keys; `encoder_keys` has those of encoders.
 
 Whether the metadata state what config.json does is checked: they are read back as the header of a
 GGUF file, and the two configurations must be equal.
@@ -18,25 +18,29 @@ from typing import Any
 import numpy as np
 
 from .. import models
-from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.gguf import GgufCheckpoint
 from ..checkpoints.gguf_writer import TensorEntry, encode_value
 from ..checkpoints.hf_directory import HfCheckpoint
 from ..errors import ConfigError, ModelFileError, quote
 from ..formats.quantization import dequantise
 from ..graph.dtype import F32
-from ..model.config import DecoderConfig
+from ..graph.tensor import Meta
+from ..model.config import DecoderConfig, EncoderConfig, ModelConfig
+from ..model.relative_positions import BiasByDistance
 from ..model.rope import FREQUENCIES
-from ..model.spec import ModelSpec
+from ..weights import NamedWeights
 from ..weights.mapped_file import TensorInfo
 from ..weights.weight_rules import IDENTITY, WeightRule
+from .encoder_keys import family_keys, pooling_keys
 from .source import describe
 from .vocabulary import vocabulary_metadata
 
 _ARCHITECTURES = {  # of model types
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-    "gemma3_text": "gemma3",
+    "gemma3_text": "gemma3", "bert": "bert", "roberta": "bert", "xlm-roberta": "bert",
+    "camembert": "bert", "nomic_bert": "nomic-bert", "t5": "t5",
 }  # fmt: skip
+_OTHER_IN_BERT = ("names.", "heads", "position_offset", "tied")
 _PATTERN = 6  # llama.cpp's default of Gemma 3: every sixth layer has no window
 
 
@@ -55,7 +59,7 @@ class HfSource:
             )
         self.notes: list[str] = []
         spec = self._file.spec()
-        self._config = _decoder_config(spec, self._file)
+        self._config = spec.config(self._file.keys(spec))
         self._weights = self._file.weights(spec, self._config)
         self._arch = _ARCHITECTURES[kind]
         target = models.spec_of_architecture(self._arch, path)
@@ -76,7 +80,8 @@ class HfSource:
         """Return the weights' names by GGUF's names."""
         inverse = [
             WeightRule(rule.source, rule.pattern) for rule in rules
-            if rule.pattern and rule.transform is IDENTITY and "{e}" not in rule.source
+            if rule.pattern and "{e}" not in rule.source
+            and (rule.transform is IDENTITY or isinstance(rule.transform, BiasByDistance))
         ]  # fmt: skip
         found = {}
         for name in self._weights.names():
@@ -88,21 +93,43 @@ class HfSource:
         return found
 
     def _entry(self, stored: str) -> TensorEntry:
-        meta = self._weights.meta(self._stored[stored])
-        assert meta is not None
+        meta = self._meta(stored)
         shape = tuple(map(int, meta.shape))  # type: ignore[arg-type]
         if meta.dtype.name not in ("f32", "f16", "bf16"):
             raise ModelFileError(f"{self.path}: tensor {quote(stored)} is {meta.dtype}")
+        shape = (shape[0] - self._first_row(stored), *shape[1:])
         return TensorEntry(stored, shape, F32 if len(shape) == 1 else meta.dtype)
+
+    def _bias(self, stored: str) -> str | None:
+        """Return the directory's name of a tensor of biases of relative positions; None for others.
+
+        It is copied as it is, by bucket: the weight is by distance.
+        """
+        if not stored.endswith("attn_rel_b.weight"):
+            return None
+        assert isinstance(self._weights, NamedWeights)
+        return self._weights.sources(self._stored[stored])[0]
+
+    def _meta(self, stored: str) -> Meta:
+        if (bias := self._bias(stored)) is not None:
+            info = self._file.file.readable(bias)
+            return Meta.of(tuple(info.shape), info.dtype)
+        meta = self._weights.meta(self._stored[stored])
+        assert meta is not None
+        return meta
+
+    def _first_row(self, stored: str) -> int:
+        """Return the first row of a tensor to write: a table of positions begins with the first."""
+        return self._config.position_offset if stored == "position_embd.weight" else 0
 
     def raw(self, name: str) -> np.ndarray:
         """Return a tensor's bytes; vectors are float32, as in all files of llama.cpp."""
         if name == FREQUENCIES:
             assert self._factors is not None
             return self._factors.view(np.uint8).reshape(1, -1)
-        weight = self._stored[name]
-        raw, meta = self._weights.raw(weight), self._weights.meta(weight)
-        assert meta is not None
+        meta, bias = self._meta(name), self._bias(name)
+        raw = self._file.file.raw(bias) if bias else self._weights.raw(self._stored[name])
+        raw = raw[self._first_row(name) :]
         if len(meta.shape) == 1:
             raw = np.ascontiguousarray(dequantise(raw, meta.dtype)).view(np.uint8)
         part = name.rpartition(".")[0].rpartition(".")[2]
@@ -129,6 +156,21 @@ class HfSource:
 
     # -- metadata
     def _metadata(self) -> dict[str, Any]:
+        decodes = type(self._config) is DecoderConfig
+        own = self._decoder_keys() if decodes else family_keys(
+            self._file, self._config, self.notes
+        )  # fmt: skip
+        own |= pooling_keys(self._file, self._config, self.notes)
+        types = getattr(self._config, "token_types", 0)
+        return {
+            "general.architecture": self._arch,
+            "general.type": "model",
+            "general.name": self.path.resolve().name,
+            **{f"{self._arch}.{key}": value for key, value in own.items()},
+            **({"tokenizer.ggml.token_type_count": types} if types else {}),
+        }
+
+    def _decoder_keys(self) -> dict[str, Any]:
         c, a = self._config, self._config.attention
         wide = next((layer.rope for layer in c.layers if not layer.window), c.layers[0].rope)
         assert wide is not None  # all these families rotate
@@ -155,13 +197,7 @@ class HfSource:
                 f"the sliding window of {windows[0]} tokens is left out: GGUF's llama has none, so "
                 "longer contexts differ"
             )
-        name = self.path.resolve().name
-        return {
-            "general.architecture": self._arch,
-            "general.type": "model",
-            "general.name": name,
-            **{f"{self._arch}.{key}": value for key, value in own.items()},
-        }
+        return own
 
     def _gemma3(self, windows: list[int]) -> dict[str, Any]:
         own: dict[str, Any] = {}
@@ -173,6 +209,7 @@ class HfSource:
             full = next((i for i, layer in enumerate(layers) if not layer.window), len(layers))
             if full + 1 != _PATTERN and full < len(layers):
                 own["attention.sliding_window_pattern"] = full + 1
+        assert isinstance(self._config, DecoderConfig)
         if self._config.logit_softcap:
             own["final_logit_softcapping"] = float(self._config.logit_softcap)
         return own
@@ -217,11 +254,17 @@ class HfSource:
             raise ConfigError(f"{where}: attention_bias: llama.cpp's {self._arch} has no biases")
         header = _Header(self.path, values, self.tensors)
         spec = header.spec()
-        found = dict(_flat(_decoder_config(spec, header)))
+        found = dict(_flat(spec.config(header.keys(spec))))
+        pooled = f"{self._arch}.pooling_type" in values
+        encodes = isinstance(self._config, EncoderConfig)
         for key, want in _flat(self._config):
             have = found.get(key)
+            if encodes and key.startswith(_OTHER_IN_BERT):
+                continue  # of files of relatives of BERT, and of heads
             if self._arch == "llama" and key.endswith(".window"):
                 continue  # a note says so
+            if key == "tied" and pooled:
+                continue  # embeddings need no head
             if key.endswith((".style", ".extended_context")):
                 continue  # stated by the order of rows, and of no effect
             if key.endswith("bias") and have is None:
@@ -256,14 +299,7 @@ class _Header(GgufCheckpoint):
         self.tensors = {t.name: TensorInfo(t.name, t.shape, t.dtype, t.nbytes, 0) for t in tensors}
 
 
-def _decoder_config(spec: ModelSpec, file: Checkpoint) -> DecoderConfig:
-    """The configuration of a file; `_ARCHITECTURES` has decoders only."""
-    config = spec.config(file.keys(spec))
-    assert isinstance(config, DecoderConfig)
-    return config
-
-
-def _flat(config: DecoderConfig) -> list[tuple[str, Any]]:
+def _flat(config: ModelConfig) -> list[tuple[str, Any]]:
     """Return the numbers and names of a configuration by dotted paths."""
     found: list[tuple[str, Any]] = []
 

@@ -7,6 +7,7 @@ tokens, and the padding of vocabularies.
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from ..tokenizer import Tokenizer
 from ..tokenizer.bpe import splitter
 from ..tokenizer.decoding import is_special_name
 from ..tokenizer.pre_tokenizers import PRE_TOKENIZERS
+from ..tokenizer.sentencepiece import UnigramTokenizer
+from ..tokenizer.sentencepiece_model import VocabularyData
 from ..tokenizer.sentencepiece_proto import read_model
 from ..tokenizer.tokenizer_config import AddedToken, TokenizerDirectory
 from ..tokenizer.tokenizer_json import HfTokenizer
@@ -33,7 +36,9 @@ from ..tokenizer.vocabulary import (
     USER_DEFINED,
     known_eog_ids,
 )
+from ..tokenizer.wordpiece import WordPieceTokenizer
 
+_CHECKED = {"bert": WordPieceTokenizer, "t5": UnigramTokenizer}  # kinds that are read back
 _ADDED_SCORE, _PADDING_SCORE = -1000.0, -10000.0
 # Texts that llama.cpp's pre-tokenizers split differently: contractions, case, digits, newlines,
 # punctuation, marks, and scripts without spaces.
@@ -87,18 +92,17 @@ def vocabulary_metadata(
     Raises:
         ModelFileError: GGUF has no form for the tokenizer.
     """
-    directory = TokenizerDirectory(folder, config)
-    if (folder / "tokenizer.model").is_file() and not _is_byte_level(folder):
-        found = _sentencepiece(folder / "tokenizer.model", directory)
-    elif (folder / "tokenizer.json").is_file() and isinstance(tokenizer, HfTokenizer):
-        found = _byte_level(folder / "tokenizer.json", tokenizer, rows)
-    else:
+    if tokenizer.vocab_size > rows:  # ids come from files, and memory is allocated for them
         raise ModelFileError(
-            f"{folder}: a tokenizer.model, or a tokenizer.json with byte-level BPE, is required"
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {rows} rows"
         )
-    last = max(directory.added, default=-1)
-    _check_size(folder, max(len(found.pieces), last + 1), rows)
-    for number, token in directory.added.items():
+    directory = TokenizerDirectory(folder, config)
+    found = _read(folder, directory, tokenizer)
+    added: dict[int, AddedToken] = dict(directory.added)
+    if isinstance(tokenizer, HfTokenizer):
+        for number, own in tokenizer.engine.get_added_tokens_decoder().items():
+            added.setdefault(number, AddedToken(own.content, own.special))
+    for number, token in added.items():
         found.add(number, token)
     found.resize(rows)
     ids: dict[str, int | None] = {
@@ -113,29 +117,58 @@ def vocabulary_metadata(
     others = sorted(tokenizer.eog_ids - known - {tokenizer.eos_id})
     ids["eot_token_id"] = others[0] if others else None
     probe = tokenizer.encode("a", add_special=True)
+    if found.metadata["model"] == "bert":
+        ids |= {"bos_token_id": probe[0], "cls_token_id": probe[0], "seperator_token_id": probe[-1]}
     keys: dict[str, Any] = {
         **found.metadata,
         "tokens": found.pieces,
         "token_type": np.array(found.kinds, np.int32),
         **({} if found.scores is None else {"scores": np.array(found.scores, np.float32)}),
         **{key: token for key, token in ids.items() if token is not None},
-        "add_bos_token": tokenizer.add_bos,
+        "add_bos_token": tokenizer.add_bos or "cls_token_id" in ids,
         "add_eos_token": tokenizer.eos_id is not None and probe[-1:] == [tokenizer.eos_id],
     }
     named = directory.named({})
-    for key, name in (("padding_token_id", "pad_token"), ("unknown_token_id", "unk_token")):
+    for key, name in (
+        ("padding_token_id", "pad_token"), ("unknown_token_id", "unk_token"),
+        ("mask_token_id", "mask_token"),
+    ):  # fmt: skip
         if name in named and (place := numbers.get(named[name].content.encode())) is not None:
             keys[key] = place
-    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    if UNKNOWN in found.kinds:
+        keys["unknown_token_id"] = found.kinds.index(UNKNOWN)
+    values = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    if (kind := _CHECKED.get(found.metadata["model"])) is not None:
+        _check_same(kind(VocabularyData(folder, values)), tokenizer, folder)
+    return values
 
 
-def _check_size(source: Path, tokens: int, rows: int) -> None:
-    """ModelFileError if there are more tokens than rows. Ids come from files, so memory is only
-    allocated for those that passed."""
-    if tokens > rows:
-        raise ModelFileError(
-            f"{source}: the tokenizer has {tokens} tokens, the embedding {rows} rows"
-        )
+def _read(folder: Path, directory: TokenizerDirectory, tokenizer: Tokenizer) -> _Vocabulary:
+    """Read the vocabulary of the file that the directory's tokenizer is read from."""
+    path, models = folder / "tokenizer.json", ("tokenizer.model", "spiece.model")
+    kind = json.loads(read_text(path))["model"].get("type", "BPE") if path.is_file() else ""
+    pieces = next((folder / name for name in models if (folder / name).is_file()), None)
+    if kind == "WordPiece":
+        return _wordpiece(path)
+    if kind == "Unigram":
+        return _unigram(path)
+    if pieces is not None and not _is_byte_level(folder):
+        return _sentencepiece(pieces, directory)
+    if kind and isinstance(tokenizer, HfTokenizer):
+        return _byte_level(path, tokenizer)
+    raise ModelFileError(
+        f"{folder}: a tokenizer.json with byte-level BPE, WordPiece or Unigram, or a "
+        "tokenizer.model, is required"
+    )
+
+
+def _check_same(made: Tokenizer, tokenizer: Tokenizer, folder: Path) -> None:
+    """ModelFileError unless the file's tokenizer has the ids of the directory's."""
+    for text in ("a", _PROBE):
+        if made.encode(text, add_special=True) != tokenizer.encode(text, add_special=True):
+            raise ModelFileError(
+                f"{folder}: GGUF cannot state how the tokenizer normalises and splits texts"
+            )
 
 
 def _is_byte_level(folder: Path) -> bool:
@@ -146,15 +179,64 @@ def _is_byte_level(folder: Path) -> bool:
 
 def _sentencepiece(path: Path, directory: TokenizerDirectory) -> _Vocabulary:
     model = read_model(path)
+    kinds = [int(kind) for kind in model.kinds]
     if not model.is_bpe:
-        raise ModelFileError(f"{path}: only SentencePiece's BPE can be written as GGUF")
+        rules = _unigram_keys(model.charsmap, model.prefix, model.merges_spaces)
+        return _Vocabulary([*model.pieces], kinds, [float(s) for s in model.scores], rules)
     prefix = directory.flag("add_prefix_space", model.prefix)
     keys = {"model": "llama", "pre": "default", "add_space_prefix": prefix and model.prefix}
-    kinds = [int(kind) for kind in model.kinds]
     return _Vocabulary([*model.pieces], kinds, [float(s) for s in model.scores], keys)
 
 
-def _byte_level(path: Path, tokenizer: HfTokenizer, rows: int) -> _Vocabulary:
+def _wordpiece(path: Path) -> _Vocabulary:
+    content = json.loads(read_text(path))  # the tokenizer has checked it
+    model, normalizer = content["model"], content.get("normalizer") or {}
+    lowercase = bool(normalizer.get("lowercase", False))
+    accents = normalizer.get("strip_accents")
+    found = _Vocabulary([], [], None, {
+        "model": "bert", "pre": "default", "normalizer.lowercase": lowercase,
+        "normalizer.strip_accents": lowercase if accents is None else bool(accents),
+    })  # fmt: skip
+    prefix = model["continuing_subword_prefix"]
+    found.resize(max(model["vocab"].values(), default=-1) + 1)
+    for text, number in model["vocab"].items():
+        inner = text.startswith(prefix)
+        piece = text.removeprefix(prefix) if inner else SPACE + text
+        found.pieces[number], found.kinds[number] = piece.encode("utf-8", "replace"), NORMAL
+    unknown = model["vocab"].get(model["unk_token"])
+    if unknown is not None:
+        found.pieces[unknown], found.kinds[unknown] = model["unk_token"].encode(), UNKNOWN
+    return found
+
+
+def _unigram(path: Path) -> _Vocabulary:
+    content = json.loads(read_text(path))  # the tokenizer has checked it
+    model = content["model"]
+    charsmap = b64decode(_charsmap(content.get("normalizer")))
+    pieces = [text.encode("utf-8", "replace") for text, _ in model["vocab"]]
+    scores = [float(score) for _, score in model["vocab"]]
+    kinds = [NORMAL] * len(pieces)
+    if model.get("unk_id") is not None:
+        kinds[model["unk_id"]] = UNKNOWN
+    return _Vocabulary(pieces, kinds, scores, _unigram_keys(charsmap, True, True))
+
+
+def _unigram_keys(charsmap: bytes, prefix: bool, merge_spaces: bool) -> dict[str, Any]:
+    rules = {"precompiled_charsmap": np.frombuffer(charsmap, np.uint8)} if charsmap else {}
+    flags = {"add_space_prefix": prefix, "remove_extra_whitespaces": merge_spaces}
+    return {"model": "t5", "pre": "default", **flags, **rules}
+
+
+def _charsmap(normalizer: Any) -> str:
+    """Return the precompiled rules of a normaliser of tokenizer.json; empty without any."""
+    if not isinstance(normalizer, dict):
+        return ""
+    if normalizer.get("type") == "Precompiled":
+        return str(normalizer["precompiled_charsmap"])
+    return next(filter(None, map(_charsmap, normalizer.get("normalizers", []))), "")
+
+
+def _byte_level(path: Path, tokenizer: HfTokenizer) -> _Vocabulary:
     content = json.loads(read_text(path))  # the tokenizer has checked it
     model = content["model"]
     merges, engine = model.get("merges"), tokenizer.engine
@@ -166,14 +248,9 @@ def _byte_level(path: Path, tokenizer: HfTokenizer, rows: int) -> _Vocabulary:
     pairs = [text if isinstance(text, str) else " ".join(text) for text in merges]
     ids: dict[str, int] = model["vocab"]
     found = _Vocabulary([], [], None, {"model": "gpt2", "pre": name, "merges": pairs})
-    added = engine.get_added_tokens_decoder()
-    last = max(max(ids.values(), default=-1), max(added, default=-1))
-    _check_size(path.parent, last + 1, rows)
-    found.resize(last + 1)
+    found.resize(max(ids.values(), default=-1) + 1)
     for text, number in ids.items():
         found.pieces[number], found.kinds[number] = text.encode("utf-8", "replace"), NORMAL
-    for number, token in added.items():
-        found.add(number, AddedToken(token.content, token.special))
     return found
 
 

@@ -3,7 +3,7 @@
 For a GGUF file, ids and texts equal llama.cpp's; for a Hugging Face directory, transformers'.
 `load`, `from_gguf` and `from_directory` select the class:
 
-- `bpe`, `sentencepiece`: vocabularies in GGUF files.
+- `bpe`, `sentencepiece`, `wordpiece`: vocabularies in GGUF files.
 - `tokenizer_json`: tokenizer.json, or vocab.json and merges.txt; `hf_classes` has the pipelines of
   transformers' tokenizer classes.
 - `piece_vocabulary`: SentencePiece models with a vocab.json (Marian, M2M-100); `languages`: the
@@ -24,7 +24,7 @@ from ..errors import ModelFileError, quote
 from ..weights.gguf import GgufFile
 from .bpe import BpeTokenizer
 from .decoding import TextStream
-from .sentencepiece import SentencePieceTokenizer
+from .sentencepiece import SentencePieceTokenizer, UnigramTokenizer
 from .vocabulary import Vocabulary
 
 __all__ = ["TextStream", "Tokenizer", "from_directory", "from_gguf", "load"]
@@ -80,6 +80,7 @@ class Tokenizer(Protocol):
 _BPE_MODEL = "sentencepiece.bpe.model"
 _KINDS: dict[str, type[Vocabulary]] = {
     "llama": SentencePieceTokenizer,
+    "t5": UnigramTokenizer,
     "gpt2": BpeTokenizer,
     "gemma4": BpeTokenizer,
 }
@@ -92,8 +93,12 @@ def from_gguf(file: GgufFile) -> Tokenizer:
     """
     key = "tokenizer.ggml.model"
     kind = file.value(key, str)
+    if kind == "bert":
+        from .wordpiece import WordPieceTokenizer  # not needed for decoders
+
+        return WordPieceTokenizer(file)
     if kind is None or kind not in _KINDS:
-        text = f"{quote(kind)} is not supported; known: {', '.join(_KINDS)}"
+        text = f"{quote(kind)} is not supported; known: {', '.join(_KINDS)}, bert"
         raise ModelFileError(f"{file.path}: key {key!r}: {text}")
     return _KINDS[kind](file)
 

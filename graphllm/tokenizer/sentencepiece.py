@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies of GGUF files (`tokenizer.ggml.model` = llama)."""
+"""SentencePiece vocabularies of GGUF files (`tokenizer.ggml.model` = llama or t5)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from typing import Any
 import numpy as np
 
 from .pieces import Pieces
-from .sentencepiece_proto import length_delimited, load_processor, serialize_model
+from .sentencepiece_proto import (
+    BPE,
+    UNIGRAM,
+    check_charsmap,
+    load_processor,
+    normalizer_spec,
+    serialize_model,
+)
 from .vocabulary import (
     BYTE,
     CONTROL,
     NORMAL,
     SPACE,
     UNKNOWN,
+    UNUSED,
     USER_DEFINED,
     Vocabulary,
     VocabularySource,
@@ -26,8 +34,10 @@ class SentencePieceTokenizer(Vocabulary):
     The sentencepiece package merges; special tokens and the leading space are handled before.
     """
 
-    default_ids = (1, 2, 0)
+    default_ids: tuple[int | None, int | None, int | None] = (1, 2, 0)
     default_adds = (True, False, True)
+    model_type = BPE
+    skipped_kind = CONTROL  # type of further tokens that do not take part
 
     def __init__(self, file: VocabularySource) -> None:
         super().__init__(file)
@@ -56,7 +66,7 @@ class SentencePieceTokenizer(Vocabulary):
         if not fallback:
             kinds[kinds == BYTE] = CONTROL
         kinds[kinds == UNKNOWN] = CONTROL
-        kinds[(kinds != CONTROL) & (kinds != BYTE)] = NORMAL
+        kinds[(kinds != CONTROL) & (kinds != BYTE) & (kinds != self.skipped_kind)] = NORMAL
         pieces, hidden = self._pieces, self._pieces.hidden()
         if hidden:  # SentencePiece refuses empty and duplicate pieces: give them private-use names
             kinds[hidden] = CONTROL
@@ -66,10 +76,12 @@ class SentencePieceTokenizer(Vocabulary):
             pieces = Pieces.of(texts)
         unknown = np.flatnonzero(self._kinds == UNKNOWN)
         kinds[unknown[0] if len(unknown) else self._unknown_id or 0] = UNKNOWN
-        trainer = b"\x18\x02" + b"\x98\x02" + bytes([fallback])  # 3: model_type BPE, 35
-        # 3: add_dummy_prefix = 0, 4: remove_extra_whitespaces = 0, 5: escape_whitespaces = 1
-        normalizer = length_delimited(1, b"identity") + b"\x18\x00\x20\x00\x28\x01"
-        return serialize_model(pieces, scores, kinds, trainer, normalizer)
+        trainer = bytes([3 << 3, self.model_type]) + b"\x98\x02" + bytes([fallback])  # field 35
+        return serialize_model(pieces, scores, kinds, trainer, self._normalizer())
+
+    def _normalizer(self) -> bytes:
+        """Return the NormalizerSpec: texts are normalised and begin with a space already."""
+        return normalizer_spec(b"", prefix=False, merge_spaces=False)
 
     def _encode_text(self, text: str, starts: bool) -> list[int]:
         if starts and self.space_prefix:
@@ -84,3 +96,33 @@ class SentencePieceTokenizer(Vocabulary):
         if kind == BYTE:
             return self._byte_tokens[token]
         return self._pieces[token] if kind in (CONTROL, UNKNOWN, USER_DEFINED) else b""
+
+
+class UnigramTokenizer(SentencePieceTokenizer):
+    """SentencePiece unigram with a normaliser: T5, XLM-RoBERTa.
+
+    As in llama.cpp, each part of a text between special tokens begins with a space.
+    """
+
+    default_ids = (None, 1, 2)
+    default_adds = (False, True, False)
+    model_type = UNIGRAM
+    skipped_kind = UNUSED  # padding of the vocabulary, whose scores would lower that of unknown
+
+    def _normalizer(self) -> bytes:
+        stored: Any = self._file.metadata.get("tokenizer.ggml.precompiled_charsmap")
+        charsmap = b""
+        if stored is not None:
+            if not isinstance(stored, np.ndarray) or stored.dtype not in (np.int8, np.uint8):
+                raise self._error("precompiled_charsmap", "not an array of bytes")
+            charsmap = stored.tobytes()
+            try:
+                check_charsmap(charsmap)
+            except ValueError as error:
+                raise self._error("precompiled_charsmap", str(error)) from None
+        merge_spaces = self._flag("remove_extra_whitespaces", False)
+        return normalizer_spec(charsmap, self.space_prefix, merge_spaces)
+
+    def _encode_text(self, text: str, starts: bool) -> list[int]:
+        ids: list[int] = self._processor.EncodeAsIds(text)
+        return ids

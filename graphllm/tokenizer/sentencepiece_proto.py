@@ -21,7 +21,8 @@ from .vocabulary import NORMAL
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3  # fields of ModelProto
 _DUMMY_PREFIX = 3  # field add_dummy_prefix of NormalizerSpec
 _SHORT = 118  # bytes of a piece in a message of at most 127 bytes
-_MODEL_TYPE, _BPE = 3, 2  # field model_type of TrainerSpec, and its value for BPE
+_MODEL_TYPE, UNIGRAM, BPE = 3, 1, 2  # field model_type of TrainerSpec, and its values
+_CHARSMAP, _MERGE_SPACES = 2, 4  # fields of NormalizerSpec
 _BOS, _EOS = 41, 42  # fields bos_id and eos_id of TrainerSpec
 
 
@@ -47,9 +48,20 @@ class ModelProto:
         return self.normalizer + bytes([_DUMMY_PREFIX << 3, 0])
 
     @property
+    def charsmap(self) -> bytes:
+        """Precompiled rules of the normaliser, see `check_charsmap`; empty without any."""
+        found = dict(_fields(self.normalizer)).get(_CHARSMAP, b"")
+        return found if isinstance(found, bytes) else b""
+
+    @property
+    def merges_spaces(self) -> bool:
+        """Whether spaces are merged, and removed around a text."""
+        return bool(dict(_fields(self.normalizer)).get(_MERGE_SPACES, True))
+
+    @property
     def is_bpe(self) -> bool:
         """Whether pieces are merged by score; otherwise this is a unigram model, or another."""
-        return dict(_fields(self.trainer)).get(_MODEL_TYPE) == _BPE
+        return dict(_fields(self.trainer)).get(_MODEL_TYPE) == BPE
 
 
 def read_model(path: Path) -> ModelProto:
@@ -145,6 +157,44 @@ def _encode_varint(value: int) -> bytes:
 def length_delimited(number: int, data: bytes) -> bytes:
     """Encode a length-delimited protobuf field."""
     return _encode_varint(number << 3 | 2) + _encode_varint(len(data)) + data
+
+
+def normalizer_spec(charsmap: bytes, prefix: bool, merge_spaces: bool) -> bytes:
+    """Return a NormalizerSpec in wire format.
+
+    Args:
+        charsmap: Precompiled rules, see `check_charsmap`; empty: texts stay as they are.
+        prefix: Whether a space is put before a text.
+        merge_spaces: Whether spaces are merged, and removed around a text.
+    """
+    name = length_delimited(1, b"user_defined" if charsmap else b"identity")
+    rules = length_delimited(_CHARSMAP, charsmap) if charsmap else b""
+    flags = [_DUMMY_PREFIX << 3, prefix, _MERGE_SPACES << 3, merge_spaces, 5 << 3, True]
+    return name + rules + bytes(flags)  # 5: escape_whitespaces
+
+
+def check_charsmap(data: bytes) -> None:
+    """Check the precompiled rules of a normaliser, which the package trusts. ValueError.
+
+    They are the size of a trie in bytes, uint32; the trie (a double array of uint32 units, Yata
+    et al. 2007, as darts-clone stores it); and replacements, each of which ends with a zero byte.
+    """
+    size = int.from_bytes(data[:4], "little")
+    if not 0 < size <= len(data) - 4 or size % 1024:
+        raise ValueError(f"a trie of {size} bytes in {len(data)} bytes is not supported")
+    texts = data[4 + size :]
+    if not texts.endswith(b"\0"):
+        raise ValueError("the last replacement does not end")
+    units = np.frombuffer(data, "<u4", size // 4, 4)
+    nodes = np.flatnonzero(units >> 31 == 0)
+    found = units[nodes]
+    # A child is at this place XOR its label, in the same block of 256 units.
+    children = nodes ^ (found >> 10 << ((found & 512) >> 6)).astype(np.int64)
+    if children.max(initial=0) >= len(units):
+        raise ValueError("the trie has a node outside of it")
+    values = units[children[found >> 8 & 1 == 1]] & 0x7FFFFFFF
+    if values.max(initial=0) >= len(texts):
+        raise ValueError("the trie has a replacement outside of the file")
 
 
 def serialize_model(

@@ -34,6 +34,13 @@ def _fallback(text: str) -> bytes:
 _CLEANED = (".", "?", "!", ",", "n't", "'m", "'s", "'ve", "'re")
 
 
+def clean_up(text: str) -> str:
+    """Remove the space before punctuation and contractions, as WordPiece's decoder does."""
+    for mark in _CLEANED:
+        text = text.replace(f" {mark}", mark)
+    return text
+
+
 @dataclass
 class Decoder:
     """Decoding of a token's text: replacements, then the byte coding.
@@ -86,9 +93,7 @@ class Decoder:
         if self.coding == "WordPiece":
             inner = self.prefix and text.startswith(self.prefix)
             text = text[len(self.prefix) :] if inner else f" {text}"
-            for mark in _CLEANED if self.cleanup else ():
-                text = text.replace(f" {mark}", mark)
-            return text.encode()
+            return (clean_up(text) if self.cleanup else text).encode()
         return _fallback(text) if self.coding else text.encode()
 
 

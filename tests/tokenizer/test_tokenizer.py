@@ -190,8 +190,8 @@ def test_unknown_kind_and_missing_file(tmp_path: Path) -> None:
     from gguf_files import finish
 
     writer = gguf.GGUFWriter(tmp_path / "k.gguf", "x")
-    writer.add_tokenizer_model("bert")
-    with pytest.raises(ModelFileError, match="'bert' is not supported; known: llama, gpt2"):
+    writer.add_tokenizer_model("rwkv")
+    with pytest.raises(ModelFileError, match="'rwkv' is not supported; known: llama, t5, gpt2"):
         tokenizer.load(finish(writer, tmp_path / "k.gguf"))
     with pytest.raises(GraphllmError, match=r"none\.gguf"):
         tokenizer.load(tmp_path / "none.gguf")

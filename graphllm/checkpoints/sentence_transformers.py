@@ -14,7 +14,9 @@ from typing import Any
 from ..errors import ConfigError, ModelFileError, quote
 from ..ops.pooling import POOLINGS
 from ..weights.strict_json import json_value
-from .dense import Dense, read_dense
+from .checkpoint import Checkpoint
+from .dense_module import Dense, read_dense
+from .gguf import stated_pooling
 from .json_values import JsonValues
 
 _POOLING_KEYS = {  # of 1_Pooling/config.json, before version 5.3
@@ -49,13 +51,16 @@ class EmbeddingSettings:
     dense: tuple[Dense, ...] = ()
 
 
-def read_settings(folder: Path) -> EmbeddingSettings:
-    """Read the settings of a directory.
+def read_settings(file: Checkpoint) -> EmbeddingSettings:
+    """Read the settings of a directory; a GGUF file states the pooling only.
 
     Raises:
         ModelFileError: a file is malformed.
         ConfigError: a module or a setting is not supported.
     """
+    folder = file.path
+    if (pooling := stated_pooling(file.metadata, folder)) is not None:
+        return EmbeddingSettings((pooling,))
     if not (folder / "modules.json").is_file():
         return EmbeddingSettings()
     modules = _modules(folder / "modules.json")

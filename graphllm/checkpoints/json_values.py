@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.hf_directory import read_json
 from ..errors import ConfigError, join_names, quote
+from .hf_directory import read_json
 
 
 class JsonValues:
