@@ -9,7 +9,14 @@ from pkgutil import iter_modules
 
 # isort: off
 from .activations import A8_32, A8_256, ACTIVATIONS
-from .block_format import BLOCK_FORMATS, WEIGHT_FORMATS, BlockFormat, blocks_of, declare
+from .block_format import (
+    BLOCK_FORMATS,
+    WEIGHT_FORMATS,
+    BlockFormat,
+    blocks_of,
+    declare,
+    gguf_formats,
+)
 from . import legacy, k_quants, iq4, microscaling  # formats are listed in this order, others after
 from .row_format import ROW_FORMATS, RowFormat, activation_of, fallback_of
 # isort: on
@@ -30,6 +37,7 @@ __all__ = [
     "blocks_of",
     "declare",
     "fallback_of",
+    "gguf_formats",
     "iq4",
     "k_quants",
     "legacy",

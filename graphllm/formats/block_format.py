@@ -39,6 +39,9 @@ class BlockFormat:
     separately, each aligned; the first one holds the low bits of the elements. Without planes the
     CUDA backend does not run the format.
 
+    ``integers``: whether elements are integers times scales (and offsets), which integer kernels
+    multiply by int8 activations. Kernels multiply floats by other formats.
+
     ``gguf_type`` is the number in GGUF's tensor entries (ggml, `ggml_type`), None for a format that
     GGUF does not have. ``file_types`` are GGUF's `general.file_type` numbers and labels of files
     that mostly consist of this format. ``fallback`` is the format that quantisation uses instead
@@ -56,6 +59,7 @@ class BlockFormat:
     decode: Callable[[Array], Array]
     encode: Encode
     planes: tuple[tuple[str, ...], ...] = ()
+    integers: bool = True
     gguf_type: int | None = None
     file_types: Mapping[int, str] = field(default_factory=dict)
     fallback: str | None = None
@@ -68,8 +72,10 @@ class BlockFormat:
         return self.dtype.name
 
     @property
-    def activation(self) -> DType:
-        """The int8 activations that integer kernels multiply blocks of this format by."""
+    def activation(self) -> DType | None:
+        """The int8 activations that integer kernels multiply blocks of this format by, if any."""
+        if not self.integers:
+            return None
         return A8_32 if self.dtype.block == 32 else A8_256
 
     def span(self, *fields: str) -> tuple[int, int]:
@@ -104,6 +110,7 @@ def declare(
     decode: Callable[[Array], Array],
     encode: Encode,
     planes: tuple[tuple[str, ...], ...] = (),
+    integers: bool = True,
     gguf_type: int | None = None,
     file_types: Mapping[int, str] | None = None,
     fallback: str | None = None,
@@ -123,8 +130,8 @@ def declare(
     layout = np.dtype([(label, f"<{kind}", (count,)) for label, kind, count in fields])
     made = register(DType(name, block, layout.itemsize))
     BLOCK_FORMATS[name] = BlockFormat(
-        made, layout, scales, decode, encode, planes, gguf_type, file_types or {}, fallback, common,
-        search, weighted_search or search,
+        made, layout, scales, decode, encode, planes, integers, gguf_type, file_types or {},
+        fallback, common, search, weighted_search or search,
     )  # fmt: skip
     WEIGHT_FORMATS[name] = made
     return made
@@ -137,3 +144,8 @@ def blocks_of(block: int, common: bool | None = None) -> tuple[DType, ...]:
         for each in BLOCK_FORMATS.values()
         if each.dtype.block == block and common in (None, each.common)
     )
+
+
+def gguf_formats() -> tuple[str, ...]:
+    """Names of the block formats that GGUF has."""
+    return tuple(name for name, form in BLOCK_FORMATS.items() if form.gguf_type is not None)

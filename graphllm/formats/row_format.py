@@ -92,9 +92,9 @@ FP8 = declare(DType("fp8", 32, 32, tail=4), E4M3, F8_ROW)
 FP8_128 = declare(DType("fp8_128", 128, 128 + 4), E4M3, F8_128)
 
 
-def activation_of(weights: DType) -> DType:
+def activation_of(weights: DType) -> DType | None:
     """Return the format of the quantised activations that a quantised weight format is multiplied
-    with."""
+    with; None for a block format that only floats are multiplied with."""
     block = BLOCK_FORMATS.get(weights.name)
     return block.activation if block else ROW_FORMATS[weights.name].activation
 

@@ -271,8 +271,9 @@ _BOTH = (False, True)
               kind=COMMON_32, x=(F32, A8_32), each=_BOTH),
         *grid(_expert_sample, rows=(1, 33), shape=((5, 20, 512),), kind=COMMON_256,
               x=(F32, A8_256), each=_BOTH),
-        *grid(_expert_sample, rows=(1, 33), shape=((5, 33, 96),),
-              kind=RARE_32, x=(F32, A8_32), bias=(True,)),
+        *(sample for x, kind in pairs(*RARE_32) for sample in grid(
+            _expert_sample, rows=(1, 33), shape=((5, 33, 96),), kind=(kind,), x=(x,),
+            bias=(True,))),
         *grid(_expert_sample, rows=(1, 33), shape=((3, 33, 512),), kind=RARE_256,
               x=(F32, A8_256)),
         *grid(_expert_sample, rows=(1, 70), shape=((64, 32, 64),), kind=(F16, Q8_0), k=(8,),

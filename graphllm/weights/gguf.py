@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import ModelFileError, quote
-from ..formats import ROW_FORMATS, WEIGHT_FORMATS
+from ..formats import gguf_formats
 from .gguf_format import (
     Cursor,
     StringArray,
@@ -97,7 +97,7 @@ class GgufFile(TensorFiles):
         ModelFileError: A file is missing or malformed.
     """
 
-    formats = tuple(name for name in WEIGHT_FORMATS if name not in ROW_FORMATS)
+    formats = ("f32", "f16", "bf16", *gguf_formats())
 
     def __init__(self, path: str | os.PathLike[str], data: bool = True) -> None:
         super().__init__(Path(path))

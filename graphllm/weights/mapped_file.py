@@ -37,6 +37,9 @@ class TensorInfo:
     supported: bool = True  # False: the tensor can be listed but not read
 
 
+_MAX_TEXT = 64 << 10  # bytes of a tensor with a text
+
+
 def _open_map(path: Path) -> mmap.mmap:
     """Map a file read-only. ModelFileError for a pipe or device, which could block forever."""
     try:
@@ -75,6 +78,13 @@ class MappedFile:
         row_bytes = info.dtype.row_nbytes(math.prod(info.shape[-1:]))
         shape = math.prod(info.shape[:-1]), row_bytes
         return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset).reshape(shape)
+
+    def text(self, info: TensorInfo) -> bytes:
+        """See `TensorFiles.text`."""
+        found = bytes(self.view()[info.offset : info.offset + min(info.nbytes, _MAX_TEXT)])
+        if len(found) < info.nbytes:
+            raise ModelFileError(f"{self.path}: tensor {quote(info.name)}: cut off, or too long")
+        return found
 
     def release(self, info: TensorInfo) -> None:
         """See `TensorFiles.release`."""
@@ -149,6 +159,12 @@ class TensorFiles:
         """
         info = self.readable(name)
         return self._file_of[name].raw(info)
+
+    def text(self, name: str) -> bytes:
+        """Return the bytes of a tensor that holds a short text about others, which is read with
+        their headers. ModelFileError if it is missing, cut off or longer than 64 KiB."""
+        info = self.readable(name)
+        return self._file_of[name].text(info)
 
     def release(self, name: str) -> None:
         """Release the tensor's pages from memory; a later access reads them again.

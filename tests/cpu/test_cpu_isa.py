@@ -252,7 +252,7 @@ def dealt(target: str, days: int = 0, formats: Sequence[str] = INTEGER) -> tuple
 
 def samples(target: str, days: int = 0) -> Iterator[tuple[str, list[str]]]:
     """(op, block formats) to run on a target in some days or, if it is "all", everywhere."""
-    floats = [name for name in ROW_FORMATS if name not in INTEGER]
+    floats = [name for name in (*BLOCK_FORMATS, *ROW_FORMATS) if name not in INTEGER]
     own = dealt(target, days) + dealt(target, days, floats)
     for name in PRODUCTS:
         yield name, [form for form in block_formats(name) if form in ("", *own)]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from linear_cases import INTEGER_BLOCKS
 
 from graphllm.backends.cpu.formats import BLOCK_FORMATS
 from graphllm.backends.cpu.runtime.isa import ISA
@@ -17,7 +18,7 @@ HASWELL = ISA("haswell", x86=True, avx2=True, avx512=False, vnni=False, f16c=Tru
 LINE = 64  # bytes of a cache line
 
 
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("name", INTEGER_BLOCKS)
 def test_registers_are_not_spilled_and_weights_are_prefetched(name):
     inner, *outer = instructions_cpu.loops(name, HASWELL)
     assert inner.count() > 40 and inner.count(instructions_cpu.STACK) == 0

@@ -9,13 +9,14 @@ import pytest
 from cases import mismatch
 from cuda_cases import ORDER, need_gpu, normal, run_bounded
 from fusion_cases import nmse
+from linear_cases import INTEGER_BLOCKS
 from op_runs import report
 from random_models import MIXTURES, WIDE, decoder, engine
 
 from graphllm import ops
 from graphllm.backends import Options
 from graphllm.engine.request import Sampling
-from graphllm.formats import BLOCK_FORMATS, WEIGHT_FORMATS, activation_of, quantization
+from graphllm.formats import WEIGHT_FORMATS, activation_of, quantization
 from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import I32, dtype
 from graphllm.graph.tensor import Var, feed, weight
@@ -94,7 +95,7 @@ def test_float_activations(kind):
     assert not wrong_ones("expert_linear", few, Options(linear="float"))
 
 
-@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+@pytest.mark.parametrize("kind", INTEGER_BLOCKS)
 def test_quantised_activations(kind):
     """Exact except for the order of summation, at any number of tokens."""
     x = activation_of(dtype(kind)).name

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from linear_cases import INTEGER_BLOCKS
 
 from graphllm.backends.cuda.kernels import gemv_shapes
-from graphllm.formats import BLOCK_FORMATS, WEIGHT_FORMATS
+from graphllm.formats import WEIGHT_FORMATS
 from graphllm.graph.dtype import dtype
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_shapes_fit_the_kernel(name):
-    for integer in (False, True)[: 1 + (name in BLOCK_FORMATS)]:
+    for integer in (False, True)[: 1 + (name in INTEGER_BLOCKS)]:
         for k in (32, 96, 256, 4096, 8192, 8224, 14336):
             for gated in (False, True):
                 shape = gemv_shapes.shape(name, integer, k, gated)
@@ -23,5 +24,5 @@ def test_shapes_fit_the_kernel(name):
 
 def test_several_tokens_use_no_options_for_one():
     for name in WEIGHT_FORMATS:
-        shape = gemv_shapes.shape(name, name in BLOCK_FORMATS, 4096, False, tokens=4)
+        shape = gemv_shapes.shape(name, name in INTEGER_BLOCKS, 4096, False, tokens=4)
         assert not (shape.ahead or shape.staged or shape.split) and shape.resident == 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cuda_cases import ORDER, need_gpu, normal, quantised, run_bounded
+from linear_cases import INTEGER_BLOCKS
 from op_runs import report
 
 from graphllm import ops
 from graphllm.backends import Options
 from graphllm.backends.cuda.kernels.linear import MAX_F32_TOKENS
-from graphllm.formats import BLOCK_FORMATS, ROW_FORMATS, WEIGHT_FORMATS, activation_of
+from graphllm.formats import ROW_FORMATS, WEIGHT_FORMATS, activation_of
 from graphllm.graph.dtype import dtype
 from graphllm.graph.tensor import Var, feed, weight
 from graphllm.ops import Arg, Sample
@@ -65,7 +66,7 @@ def test_few_tokens_are_exact(kind):
     assert not wrong, report(wrong)
 
 
-@pytest.mark.parametrize("kind", [*BLOCK_FORMATS, *ROW_FORMATS])
+@pytest.mark.parametrize("kind", [*INTEGER_BLOCKS, *ROW_FORMATS])
 def test_quantised_activations(kind):
     """Exact except for the order of summation, at any number of tokens."""
     least = FP8 if kind.startswith("fp8") else 0.0

@@ -11,6 +11,7 @@ import pytest
 from cases import groups
 from cuda_requirements import needs_tensor_cores
 from fusion_cases import NOT_ON_CPU, named
+from linear_cases import INTEGER_BLOCKS
 from op_runs import OPS
 from paper_cuda import paper_fixture  # noqa: F401
 from random_models import MIXTURES, SPECS, WIDE, decoder, engine
@@ -22,7 +23,7 @@ from graphllm.backends.cuda import BACKEND, MIN_CAPABILITY
 from graphllm.backends.cuda.runtime import source
 from graphllm.checkpoints.model_shapes import MIX, SHAPES, TYPES
 from graphllm.checkpoints.random_weights import RandomCheckpoint
-from graphllm.formats import BLOCK_FORMATS, WEIGHT_FORMATS
+from graphllm.formats import WEIGHT_FORMATS
 from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import CACHED, dtype
 from graphllm.graph.tensor import Var, feed, weight
@@ -135,7 +136,7 @@ def test_experts_of_every_format_use_known_modules(kind, capability, paper):
         made.executor.bind(made.plan(["logits"], tokens))
         own = {part.file for part in device.modules if part.file.startswith("experts_")}
         grouped = tokens > 6 and kind != "f32" and capability >= (8, 0)
-        small = tokens < 40 and kind in BLOCK_FORMATS
+        small = tokens < 40 and kind in INTEGER_BLOCKS
         kernel = "experts_small_groups.cu" if small else "experts_gemm.cu"
         assert own == {kernel if grouped else "experts_gemv.cu"}
         device.modules |= before

@@ -33,7 +33,7 @@ import graphllm
 from graphllm.checkpoints.gguf import GgufCheckpoint
 from graphllm.engine.request import Sampling
 from graphllm.errors import GraphllmError, ModelFileError, NumericError
-from graphllm.formats import BLOCK_FORMATS
+from graphllm.formats import BLOCK_FORMATS, gguf_formats
 from graphllm.weights.mapped_file import TensorInfo
 from graphllm.weights.safetensors import Safetensors
 
@@ -41,7 +41,7 @@ IDS = [5, 77, 3, 19, 64, 8, 101, 42]
 VALUES = (np.nan, -np.float32(np.nan), np.inf, -np.inf)
 TOLERANCE = 1e-3  # of logits unaffected by infinities, relative to their range
 TOKENS = 2
-BLOCKS = tuple(BLOCK_FORMATS)
+BLOCKS = gguf_formats()
 # Sizes of tiny_models with rows of whole blocks.
 WIDE = {"DIM": 256, "HEADS": 8, "KV": 2, "WIDTH": 32, "HIDDEN": 256, "LAYERS": 1}
 

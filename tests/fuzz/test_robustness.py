@@ -133,8 +133,9 @@ def test_an_unsupported_format(tmp_path, number, kind):
     path.write_bytes(file.header() + file.data)
     done = python("-m", "graphllm", "run", str(path), "-p", "hello")
     fails(done, f"x.gguf: tensor 'blk.1.ffn_up.weight': format {kind} is not supported, only f32,")
-    assert all(name in done.stderr for name in formats.BLOCK_FORMATS)
-    assert not any(name in done.stderr for name in formats.ROW_FORMATS)  # GGUF has none
+    assert all(name in done.stderr for name in formats.gguf_formats())
+    others = {*formats.WEIGHT_FORMATS} - {"f32", "f16", "bf16", *formats.gguf_formats()}
+    assert "w8a8" in others and not any(name in done.stderr for name in others)
 
 
 # ------------------------------------------------------------------------------- files and folders

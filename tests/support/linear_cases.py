@@ -21,7 +21,8 @@ SENTINEL = np.float32(77)
 # (offset, end) of the scales of a block, by format: float16, or exponents of one byte.
 SCALES = {name: form.span(*form.scales) for name, form in BLOCK_FORMATS.items()}
 BLOCKS = tuple(SCALES)
-INTEGER = (*BLOCKS, "w8a8")  # formats that are multiplied as integers
+INTEGER_BLOCKS = tuple(name for name, form in BLOCK_FORMATS.items() if form.integers)
+INTEGER = (*INTEGER_BLOCKS, "w8a8")  # formats that are multiplied as integers
 COLUMNS = {1: (1, 63, 300), 32: (32, 320), 128: (128, 384), 256: (256, 768)}
 CASES = [(n, "float") for n in FORMATS] + [(n, "auto") for n in (*BLOCKS, *ROW_FORMATS)]
 

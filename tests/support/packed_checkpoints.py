@@ -1,4 +1,5 @@
-"""Writer of GPTQ, AWQ and compressed-tensors directories, from the definitions of their layouts."""
+"""Writer of GPTQ, AWQ, compressed-tensors and bitsandbytes directories, from the definitions of
+their layouts."""
 
 from __future__ import annotations
 
@@ -89,6 +90,64 @@ def compressed(name: str, p: Packed, bits: int, symmetric: bool) -> Tensors:
     return made
 
 
+# NormalFloat (Dettmers et al. 2023, QLoRA, appendix E).
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+def nf4(module: str, values: np.ndarray, nested: bool = True) -> tuple[Tensors, np.ndarray]:
+    """bitsandbytes' tensors of float32 [N, K], and the weight that they stand for."""
+    table = np.array(NF4, np.float32)
+    flat = values.ravel()
+    blocks = np.pad(flat, (0, -flat.size % 64)).reshape(-1, 64)
+    largest = np.abs(blocks).max(axis=1)
+    state: dict[str, Any] = {}
+    made = {"absmax": largest, "quant_map": table}
+    if nested:
+        grid = (np.arange(256, dtype=np.float32) - 127) / np.float32(128)
+        offset = largest.mean()
+        parts = np.pad(largest - offset, (0, -largest.size % 256)).reshape(-1, 256)
+        factors = np.abs(parts).max(axis=1)
+        steps = np.rint(parts / np.maximum(factors, 1e-9)[:, None] * 128) + 127
+        codes = np.clip(steps, 0, 255).astype(np.uint8)
+        largest = (grid[codes] * factors[:, None]).ravel()[: largest.size] + offset
+        made |= {"absmax": codes.ravel()[: largest.size], "nested_absmax": factors}
+        made["nested_quant_map"] = grid
+        state = {"nested_blocksize": 256, "nested_dtype": "float32"}
+        state["nested_offset"] = float(offset)
+    scaled = blocks / np.where(largest == 0, 1, largest)[:, None]
+    codes = np.abs(scaled[..., None] - table).argmin(axis=-1)
+    weight = (table[codes] * largest[:, None]).ravel()[: flat.size].reshape(values.shape)
+    codes = codes.astype(np.uint8).ravel()[: flat.size]
+    packed = (codes[::2] << 4 | codes[1::2])[:, None]
+    names = {f"{module}.weight.{name}": value for name, value in made.items()}
+    names[f"{module}.weight.quant_state.bitsandbytes__nf4"] = nf4_state(values.shape, **state)
+    return {f"{module}.weight": packed, **names}, weight
+
+
+def nf4_state(shape: tuple[int, ...], /, **keys: Any) -> np.ndarray:
+    """The JSON object of a linear, uint8."""
+    state = {
+        "quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [*shape], **keys
+    }  # fmt: skip
+    return np.frombuffer(json.dumps(state).encode(), np.uint8)
+
+
+def nf4_config(**keys: Any) -> dict:
+    return {
+        "quant_method": "bitsandbytes", "_load_in_4bit": True, "_load_in_8bit": False,
+        "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True, "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": ["lm_head"],
+        "llm_int8_threshold": 6.0, **keys,
+    }  # fmt: skip
+
+
 def gptq_config(bits: int = 4, group_size: int = 32, sym: bool = True, **keys: Any) -> dict:
     return {
         "quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": sym,
@@ -130,21 +189,33 @@ def compressed_config(*groups: dict, targets: str = "Linear", **keys: Any) -> di
     }  # fmt: skip
 
 
-def write_pair(
-    folder: Path, plain: Path, config: dict, bits: int, group_size: int, symmetric: bool,
-    packed: Callable[[str, Packed], Tensors],
-) -> None:  # fmt: skip
-    """Write the directory ``folder`` with the linears of ``plain`` packed, and give ``plain`` the
-    same weights dequantised. Embedding, head and routers stay floats."""
+# What makes the tensors of a module, and the weight that they stand for, of its name and weight.
+Quantiser = Callable[[str, np.ndarray], tuple[Tensors, np.ndarray]]
+
+
+def integers(
+    bits: int, group_size: int, symmetric: bool, pack: Callable[[str, Packed], Tensors]
+) -> Quantiser:
+    """The quantiser of a layout of packed integers."""
+
+    def quantise(module: str, values: np.ndarray) -> tuple[Tensors, np.ndarray]:
+        found = integers_of(values, bits, group_size, symmetric)
+        return pack(module, found), found.dequantise()
+
+    return quantise
+
+
+def write_pair(folder: Path, plain: Path, config: dict, quantise: Quantiser) -> None:
+    """Write the directory ``folder`` with the linears of ``plain`` quantised, and give ``plain``
+    the same weights dequantised. Embedding, head and routers stay floats."""
     tensors, made, same = load_file(plain / "model.safetensors"), {}, {}
     for name, value in tensors.items():
         module = name.removesuffix(".weight")
-        if not module.endswith(("_proj", ".w1", ".w2", ".w3")):
+        if not module.endswith(("_proj", "_mqa", ".w1", ".w2", ".w3")):
             made[name] = same[name] = value
             continue
-        found = integers_of(value, bits, group_size, symmetric)
-        made |= packed(module, found)
-        same[name] = found.dequantise()
+        stored, same[name] = quantise(module, value)
+        made |= stored
     folder.mkdir(exist_ok=True)
     write(folder / "model.safetensors", made)
     write(plain / "model.safetensors", same)

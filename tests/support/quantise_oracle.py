@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import packed_checkpoints
 
 from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import DTYPES
@@ -14,6 +15,7 @@ from graphllm.graph.dtype import DTYPES
 F32, F16 = np.float32, np.float16
 Place = tuple[int, int]  # byte and lowest bit
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+NF4 = tuple(np.array(packed_checkpoints.NF4).astype(np.float16).astype(float))
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # in halves
 
 
@@ -101,6 +103,12 @@ def iq4_nl(b: Bits, x: np.ndarray) -> None:
     d = largest(x) / F32(-127)
     b.half(0, d)
     b.all(halves(2), (closest(v * one_over(d), IQ4) for v in x))
+
+
+def nf4(b: Bits, x: np.ndarray) -> None:
+    d = abs(largest(x))
+    b.half(0, d)
+    b.all(halves(2), (closest(v * one_over(d), NF4) for v in x))
 
 
 def mxfp4(b: Bits, x: np.ndarray) -> None:
@@ -203,6 +211,7 @@ FORMATS: dict[str, Callable[[Bits, np.ndarray], None]] = {
     "q4_1": lambda b, x: from_least(b, x, 15),
     "q5_1": lambda b, x: from_least(b, x, 31),
     "iq4_nl": iq4_nl,
+    "nf4": nf4,
     "mxfp4": mxfp4,
     "q2_k": q2_k,
     "q3_k": q3_k,

@@ -1,9 +1,9 @@
-"""Published quantised checkpoints: GPTQ, AWQ, compressed-tensors and FP8.
+"""Published quantised checkpoints: GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes.
 
 One module per method reads its ``quantization_config`` and its layout. A linear is stored either as
 integers of 4 or 8 bits packed into int32, with a scale and perhaps a zero point per group of
-elements, which `packed_linear` and `blocks` repack into block formats; or as int8 or e4m3 with
-scales per tensor, channel or tile, which `scaled_linear` joins into row formats.
+elements, which `packed_linear` and `blocks` repack into block formats; as int8 or e4m3 with scales
+per tensor, channel or tile, which `scaled_linear` joins into row formats; or as codes of a table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from ...weights.safetensors import Safetensors
-from . import awq, compressed_tensors, fp8, gptq
+from . import awq, bitsandbytes, compressed_tensors, fp8, gptq
 from .packed_tensors import PackedTensors
 from .stored_linear import StoredLinear
 
@@ -30,6 +30,7 @@ _SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], Scheme]] = {
     "awq": awq.Scheme,
     compressed_tensors.METHOD: compressed_tensors.Scheme,
     fp8.METHOD: fp8.Scheme,
+    bitsandbytes.METHOD: bitsandbytes.Scheme,
 }
 METHODS = tuple(_SCHEMES)
 

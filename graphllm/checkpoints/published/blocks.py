@@ -25,14 +25,14 @@ def block_dtype(bits: int, symmetric: bool) -> DType:
     return Q8_0 if bits == 8 else Q4_0 if symmetric else Q4_1
 
 
-def make_blocks(words: Array, d: Array, zeros: Array, dtype: DType) -> Array:
+def make_blocks(words: Array, d: Array, zeros: Array | None, dtype: DType) -> Array:
     """Return the blocks of a tile of rows.
 
     Args:
         words: uint32 [n, K * bits / 32], contiguous: unsigned integers, the first in the low bits.
         d: float16 [n, K / 32], the scale of each block.
-        zeros: uint8 [n, K / 32], the zero point of each block.
-        dtype: A result of `block_dtype`.
+        zeros: uint8 [n, K / 32], the zero point of each block; used for q4_1 only.
+        dtype: A result of `block_dtype`, or another format of a scale and 16 bytes of nibbles.
 
     Returns:
         uint8 [n, row_bytes]. The offset of a block is infinite if zero * d overflows float16.
@@ -44,10 +44,22 @@ def make_blocks(words: Array, d: Array, zeros: Array, dtype: DType) -> Array:
     else:
         blocks["q"] = _split_halves(words)
     if dtype is Q4_1:
+        assert zeros is not None
         with np.errstate(over="ignore"):
             m = np.float32(0) - zeros.astype(np.float32) * d.astype(np.float32)
             blocks["m"] = m.reshape(-1, 1).astype(np.float16)
     return blocks.view(np.uint8).reshape(len(words), -1)
+
+
+def to_float16(scales: Array) -> tuple[Array, int]:
+    """Return float32 scales as float16, and how many of them are so small that they lose precision.
+
+    Those that overflow become infinite.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        d = scales.astype(np.float16)
+        error = np.abs(d.astype(np.float32) - scales)
+        return d, int((error > np.abs(scales) * np.float32(2**-11)).sum())
 
 
 def _split_halves(words: Array) -> Array:

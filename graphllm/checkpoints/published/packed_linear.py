@@ -9,7 +9,7 @@ import numpy as np
 from ...errors import ModelFileError
 from ...graph.dtype import I32
 from ...weights.safetensors import Safetensors
-from .blocks import block_dtype, make_blocks
+from .blocks import block_dtype, make_blocks, to_float16
 from .settings import GROUP
 from .stored_linear import StoredLinear
 
@@ -91,8 +91,7 @@ class PackedLinear(StoredLinear):
             raise self.value_error(
                 self.scale_part, bad, scales, "a scale must be finite and not zero"
             )
-        with np.errstate(over="ignore", under="ignore"):
-            d = scales.astype(np.float16)
+        d, self.inexact_scales = to_float16(scales)
         wide = np.isinf(d)
         if not self.symmetric:  # the offset is at most this
             wide |= np.abs(scales) * (2**self.bits - 1) > np.finfo(np.float16).max
@@ -100,8 +99,6 @@ class PackedLinear(StoredLinear):
             raise self.value_error(
                 self.scale_part, wide, scales, "a scale is beyond the range of f16"
             )
-        error = np.abs(d.astype(np.float32) - scales)
-        self.inexact_scales = int((error > np.abs(scales) * np.float32(2**-11)).sum())
         return d
 
     def _zeros(self) -> Array:

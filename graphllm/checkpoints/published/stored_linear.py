@@ -20,10 +20,10 @@ _FLOATS = ("f32", "f16", "bf16")
 
 def modules_with(file: Safetensors, part: str) -> Iterator[str]:
     """Yield the modules of a file that have a tensor ``part``."""
+    suffix = f".{part}"
     for name in file.tensors:
-        module, _, own = name.rpartition(".")
-        if own == part:
-            yield module
+        if name.endswith(suffix):
+            yield name.removesuffix(suffix)
 
 
 class StoredLinear(ABC):

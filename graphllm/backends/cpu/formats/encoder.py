@@ -77,7 +77,7 @@ class BlockEncoder(Emitter):
         """x truncated to int32."""
         return self.b.fptosi(x, I32S)
 
-    def nearest(self, x: Value, values: Sequence[int]) -> Value:
+    def nearest(self, x: Value, values: Sequence[float]) -> Value:
         """The index of the nearest of ``values``, which ascend; the lower one at a tie."""
         index = self.i32(0)
         for low, high in pairwise(values):

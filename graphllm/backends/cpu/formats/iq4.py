@@ -130,15 +130,22 @@ def _move_bits(e: Emitter, x: Value, source: int, count: int, target: int) -> Va
 # --------------------------------------------------------------------------------------- encoding
 
 
-def _encode_iq4_nl(e: BlockEncoder, vectors: Sequence[Value], at: Value) -> Value:
-    d = e.over(e.fold(vectors, _RUN, e.larger), -127)
+def encode_codes(
+    e: BlockEncoder, vectors: Sequence[Value], at: Value, d: Value, values: Sequence[float]
+) -> Value:
+    """Store blocks of a float16 ``d`` and the numbers of the nearest of ``values``."""
     inverse, half = e.inverse(d), e.to_half(d)
     for i, block in enumerate(runs_of_32(vectors)):
         e.store_half(half, i, at, 18 * i)
         one = e.lane(inverse, i)
-        low, high = (e.nearest(e.mul(x, one), IQ4_VALUES) for x in block)
+        low, high = (e.nearest(e.mul(x, one), values) for x in block)
         e.store_nibbles(low, high, at, 18 * i + 2)
     return e.not_finite(vectors)
+
+
+def _encode_iq4_nl(e: BlockEncoder, vectors: Sequence[Value], at: Value) -> Value:
+    d = e.over(e.fold(vectors, _RUN, e.larger), -127)
+    return encode_codes(e, vectors, at, d, IQ4_VALUES)
 
 
 def _encode_iq4_xs(e: BlockEncoder, vectors: Sequence[Value], at: Value) -> Value:

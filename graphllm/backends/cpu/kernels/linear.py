@@ -251,6 +251,8 @@ def _integer_when(node: Tensor, options: Options) -> str | None:
     assert x is not None and w is not None
     if not w.dtype.quantised:
         return f"w is {w.dtype}"
+    if activation_of(w.dtype) is None:
+        return f"{w.dtype} is multiplied as floats"
     if x.dtype == F32:
         return "linear is float" if options.linear == "float" else None
     return None if x.dtype == activation_of(w.dtype) else f"x is {x.dtype}, w {w.dtype}"
@@ -259,7 +261,9 @@ def _integer_when(node: Tensor, options: Options) -> str | None:
 def _quantised(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     x, w, *rest = node.src
     if x is not None and w is not None and x.dtype == F32:
-        x = ops.quantise_act(x, dtype=activation_of(w.dtype).name)
+        kind = activation_of(w.dtype)
+        assert kind is not None  # see `_integer_when`
+        x = ops.quantise_act(x, dtype=kind.name)
     return (x, w, *rest)
 
 

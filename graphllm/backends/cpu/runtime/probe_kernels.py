@@ -24,7 +24,7 @@ FACTOR_PERIOD = 16  # iterations after which the factors of multiply-adds repeat
 FACTOR_VECTORS = 2 * FACTOR_PERIOD  # vectors that factors are taken from; they fit the L1 cache
 _ONE = 0x3F800000  # bits of the float32 1.0, which is written
 _HALVES = lazy(lambda: vector(ir.HalfType(), VECTOR // 2))
-_LEAST = min(form.largest for form in BLOCK_FORMATS.values())  # of largest numbers
+_LEAST = min(getattr(form, "largest", 255) for form in BLOCK_FORMATS.values())  # of largest numbers
 
 
 # -------------------------------------------------------------------------------------- over memory

@@ -13,7 +13,9 @@ template <int PARTS> __device__ __forceinline__ float value(const Unpacked<PARTS
     if (FORMAT::ZERO_POINT < 0) return fmaf(u.scale[p], (float)v, u.offset[p]);
     return __fmul_rn(u.scale[p], (float)(v - FORMAT::ZERO_POINT));  // keeps the sign of a zero
 }
-__device__ __forceinline__ float value(const Floats<16>& u, int p, int e) { return u.v[e]; }
+template <int COUNT> __device__ __forceinline__ float value(const Floats<COUNT>& u, int p, int e) {
+    return u.v[16 * p + e];
+}
 
 extern "C" __global__ void embedding(const int* ids, Planes w, i64 count, float* out,
                                      const i64* live, int width TIMESTAMPS) {

@@ -37,7 +37,7 @@ from .grouped_experts import (
 )  # fmt: skip
 from .linear import WARPS, lower_activation
 from .quantize import HALVES, dequantise
-from .weight_packing import PACK, PLANES, QUANTISED, item_elements
+from .weight_packing import INTEGERS, PACK, QUANTISED, item_elements
 
 _MODULE = module("experts")
 _THREADS = 256
@@ -279,7 +279,7 @@ def head_linear(ctx: KernelContext) -> list[Launch]:
 def _all_instances() -> None:
     """Register every module that a plan may use, so that tests compile them all."""
     for gated in (False, True):
-        for name in PLANES:
+        for name in INTEGERS:
             _gemv_module(name, True, 0, gated)
         for name in QUANTISED:
             _gemv_module(name, False, 0, gated)

@@ -56,10 +56,12 @@ __device__ __forceinline__ void expand_part(const Unpacked<PARTS>& u, int p, uin
     to[1] = make_uint4(r[4], r[5], r[6], r[7]);
 }
 
-__device__ __forceinline__ void expand_part(const Floats<16>& u, int, uint4* to) {
+template <int COUNT>
+__device__ __forceinline__ void expand_part(const Floats<COUNT>& u, int p, uint4* to) {
     u32 r[8];
+    const float* v = u.v + 16 * p;
 #pragma unroll
-    for (int e = 0; e < 8; e++) r[e] = two_within_f16(u.v[2 * e], u.v[2 * e + 1]);
+    for (int e = 0; e < 8; e++) r[e] = two_within_f16(v[2 * e], v[2 * e + 1]);
     to[0] = make_uint4(r[0], r[1], r[2], r[3]);
     to[1] = make_uint4(r[4], r[5], r[6], r[7]);
 }
@@ -204,4 +206,5 @@ struct By256 {
 #include "formats_k_quants.cuh"
 #include "formats_iq4.cuh"
 #include "formats_microscaling.cuh"
+#include "formats_normal_float.cuh"
 #include "formats_rows.cuh"

@@ -20,7 +20,7 @@ from ..runtime.work import Launch, ceil
 from .gemm import PLAIN
 from .matrices import has_tensor_cores
 from .quantize import HALVES
-from .weight_packing import PLANES, QUANTISED, item_elements
+from .weight_packing import INTEGERS, PLANES, QUANTISED, item_elements
 
 _MODULE = module("experts")
 _GROUP = ArgumentStruct("experts.cuh", "Group")
@@ -66,7 +66,7 @@ def _group_size(node: Tensor, options: Options) -> int:
 def _has_small_groups(node: Tensor, options: Options) -> bool:
     """Whether experts_small_groups.cu computes a step with f16 activations."""
     few = max_pairs(node) <= _SMALL_LOAD * _matrix_count(node) and not options.deterministic
-    return few and node.sources[1].dtype.name in PLANES
+    return few and node.sources[1].dtype.name in INTEGERS
 
 
 def _max_groups(node: Tensor, options: Options) -> int:
@@ -114,7 +114,8 @@ def _small_groups_module(kind: DType, gated: bool = False) -> Module:
 
 def _has_wgmma_kernel(kind: DType, size: int) -> bool:
     """Whether a wgmma kernel exists: items of some formats leave too few registers for it."""
-    return size >= 64 and item_elements(kind) < 64
+    floats = kind.name in PLANES and kind.name not in INTEGERS  # of items of 32
+    return size >= 64 and item_elements(kind) < 64 and not floats
 
 
 def _gemm_warps(size: int, groups: bool) -> int:
@@ -137,7 +138,7 @@ def _stages(size: int, plain: bool, groups: bool) -> int:
 def register_modules() -> None:
     """Register every module that a plan may use, so that tests compile them all."""
     for gated in (False, True):
-        for name in PLANES:
+        for name in INTEGERS:
             _small_groups_module(dtype(name), gated)
         for name in (*HALVES, *QUANTISED):
             for size, groups in product(_GROUP_SIZES, (False, True)):

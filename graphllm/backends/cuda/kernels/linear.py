@@ -35,7 +35,7 @@ from .gemm import (
 from .gemv_shapes import Shape
 from .matrices import MAX_FUSED_LINEARS, MAX_TOKENS, matrices_argument
 from .quantize import HALVES, dequantise
-from .weight_packing import PACK, PLANES, QUANTISED, item_elements
+from .weight_packing import INTEGERS, PACK, QUANTISED, item_elements
 
 MAX_F32_TOKENS = 8  # tokens up to which float32 weights are multiplied by gemv.cu
 _NARROW_F32 = (256, 64)  # rows up to which it multiplies more tokens: routers of mixtures
@@ -154,6 +154,7 @@ def few_tokens(
     if deterministic:
         return w.dtype.name not in HALVES or depth % 8 > 0
     if w.dtype.quantised:
+        narrow &= activation_of(w.dtype) is not None
         most = MAX_FLOAT_TOKENS if not integer else MAX_TOKENS if narrow else 1
     else:
         few_f32 = _NARROW_F32[1] if rows <= _NARROW_F32[0] else MAX_F32_TOKENS
@@ -251,8 +252,9 @@ def lower_activation(x: Tensor, w: Tensor, few: bool, options: Options) -> Tenso
         )
     if w.dtype.name not in QUANTISED:
         return x
-    if options.linear != "float":
-        return ops.quantise_act(x, dtype=activation_of(w.dtype).name)
+    kind = activation_of(w.dtype)
+    if options.linear != "float" and kind is not None:
+        return ops.quantise_act(x, dtype=kind.name)
     apart = any(at % 16 for at in (x.meta.offset, *x.meta.strides[:-1]))
     return ops.contiguous(x) if apart else x
 
@@ -284,7 +286,7 @@ def linear(ctx: KernelContext) -> list[Work]:
 
 def _all_instances() -> None:
     """Register every module that a plan may use, so that tests compile them all."""
-    integers = [name for name in QUANTISED if name in PLANES or linear_bytes.is_exact(name)]
+    integers = [name for name in QUANTISED if name in INTEGERS or linear_bytes.is_exact(name)]
     floats = [(name, False) for name in (*QUANTISED, *PLAIN)]
     for name, integer in [*((name, True) for name in integers), *floats]:
         for tokens in _token_counts(name, integer)[1:]:

@@ -19,6 +19,7 @@ _SCALE_ROWS = 128  # a plane of scales by group has a multiple of this many rows
 
 # (offset, end) of the bytes of a block that go to each plane, by block format; see formats.cuh.
 PLANES = {name: form.plane_spans() for name, form in BLOCK_FORMATS.items() if form.planes}
+INTEGERS = tuple(name for name in PLANES if BLOCK_FORMATS[name].integers)
 QUANTISED = (*PLANES, *ROW_FORMATS)  # weight formats that are packed
 
 
