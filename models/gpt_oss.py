@@ -6,7 +6,8 @@ from dataclasses import replace
 from graphllm.model.config_keys import Keys, base_config, sliding_windows
 from graphllm.model.decoder import Decoder, DecoderConfig
 from graphllm.model.moe import moe_config
-from graphllm.weights.weight_rules import TRANSPOSE, Mxfp4, Transform, View, WeightRule
+from graphllm.weights.mxfp4_tensors import Mxfp4
+from graphllm.weights.weight_rules import TRANSPOSE, Transform, View, WeightRule
 
 _EXPERTS = "model.layers.{i}.mlp.experts"
 _GATE, _UP = slice(0, None, 2), slice(1, None, 2)  # rows of gate and up are interleaved

@@ -1,7 +1,7 @@
-"""GGUF's formats whose four bits index a table of values: iq4_nl and iq4_xs.
+"""Formats whose four bits index a table of values: GGUF's iq4_nl and iq4_xs, and nf4.
 
-Layouts and the order of the float32 operations follow ggml, `ggml-common.h` and `ggml-quants.c`.
-The encoders fit the scales to the extreme values, unless scales are given.
+Layouts and the order of the float32 operations of the first two follow ggml, `ggml-common.h` and
+`ggml-quants.c`. The encoders fit the scales to the extreme values, unless scales are given.
 """
 
 from __future__ import annotations
@@ -69,4 +69,32 @@ IQ4_XS = declare(
     scales=("d",), planes=(("q",), ("d", "high", "scales")), decode=_iq4_xs, encode=_to_iq4_xs,
     search=ScaleSearch(32, 0, 15, 32, signed=True, values=IQ4_VALUES, shifts=_SHIFTS),
     gguf_type=23, file_types={30: "IQ4_XS"}, fallback="iq4_nl",
+)  # fmt: skip
+
+
+# NormalFloat (Dettmers et al. 2023, QLoRA, appendix E): quantiles of the normal distribution,
+# scaled to -1..1, rounded to float16, so that the product with a float16 scale is exact in float32.
+# They are no integers, so there are no integer kernels.
+
+NF4_VALUES = np.array([
+    -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0,
+    0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+], np.float16)  # fmt: skip
+_MIDPOINTS = (NF4_VALUES[1:].astype(F32) + NF4_VALUES[:-1].astype(F32)) / F32(2)
+
+
+def _nf4(b: Array) -> Array:
+    return b["d"].astype(F32) * NF4_VALUES.astype(F32)[nibbles(b["q"])]
+
+
+def _to_nf4(x: Array, given: BlockScales | None = None) -> dict[str, Array]:
+    """The largest magnitude of a block becomes 1 or -1."""
+    d = np.abs(x).max(axis=-1, keepdims=True)
+    q = np.searchsorted(_MIDPOINTS, x * inverse(d)).astype(np.uint8)
+    return {"d": d, "q": pack_nibbles(q)}
+
+
+NF4 = declare(
+    "nf4", 32, (("d", "f2", 1), ("q", "u1", 16)),
+    scales=("d",), planes=(("q",), ("d",)), decode=_nf4, encode=_to_nf4, integers=False,
 )  # fmt: skip

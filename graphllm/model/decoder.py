@@ -231,7 +231,9 @@ class Decoder(DecoderBlocks):
                 with scope(n.embed):
                     w = self.weight("weight", c.vocab, c.dim)
         with scope(n.head):
-            logits = ops.linear(x, w if c.tied else self.weight("weight", c.vocab, c.dim))
+            if not c.tied:
+                x, w = self.reordered(x), self.weight("weight", c.vocab, c.dim)
+            logits = ops.linear(x, w)
             if c.logit_scale != 1.0:
                 logits = ops.scale(logits, factor=c.logit_scale)
             return ops.softcap(logits, cap=c.logit_softcap) if c.logit_softcap else logits

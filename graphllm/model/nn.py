@@ -25,6 +25,8 @@ class Module:
     def __init__(self, weights: Weights) -> None:
         self.weights = ModelWeights(weights)
         self.used: set[str] = set()
+        self._input: Tensor | None = None  # of the last linears that `reordered` was called for
+        self._orders: dict[bytes, Tensor] = {}  # the input in other orders of columns
 
     # -- weights
     def weight(self, name: str, *shape: int, root: bool = False) -> Tensor:
@@ -76,7 +78,23 @@ class Module:
         with scope(name):
             w = self.weight("weight", out, x.shape[-1])  # type: ignore[arg-type]
             biased = self.has("bias") if bias is None else bias
-            return ops.linear(x, w, self.vector("bias", out) if biased else None)
+            return ops.linear(self.reordered(x), w, self.vector("bias", out) if biased else None)
+
+    def reordered(self, x: Tensor) -> Tensor:
+        """x [T, K] with its columns in the order of the weight of the current scope.
+
+        That is ``columns`` [K], if the source has it. Linears of one input and order share the
+        result.
+        """
+        if not self.has("columns"):
+            return x
+        columns = self.weight("columns", x.shape[-1])  # type: ignore[arg-type]
+        if self._input is not x:
+            self._input, self._orders = x, {}
+        order = self.weights.raw(columns.name).tobytes()
+        if order not in self._orders:
+            self._orders[order] = ops.gather_columns(x, columns)
+        return self._orders[order]
 
     def rms_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
         """RMS norm over the last axis of x [..., D], scaled by ``name.weight`` [D]."""

@@ -1,4 +1,4 @@
-"""Data movement: casts, contiguous copies, copies between memories, row gathers, concatenation."""
+"""Data movement: casts, copies, gathers of rows and columns, concatenation."""
 
 from __future__ import annotations
 
@@ -152,6 +152,39 @@ def _gather_sample(count: int, total: int, inner: Shape, layout: str) -> Sample:
 def gather_rows(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Select rows in the given order. x [T, ...], rows [N] i32 below T -> [N, ...]."""
     return x[rows]
+
+
+def _columns_infer(x: Meta, columns: Meta) -> Meta:
+    expect("x", x, 2, "f32")
+    expect("columns", columns, 1, "i32")
+    fits = columns.shape == x.shape[1:]
+    require(fits, f"columns {columns.shape} does not order rows of {x.shape[1]}")
+    return same(x)
+
+
+def _columns_sample(rows: int, width: int, layout: str) -> Sample:
+    def order(rng: Rng, shape: Shape) -> np.ndarray:
+        return rng.permutation(shape[0])
+
+    args = (Arg(("T", width), layout=layout), Arg((width,), I32, leaf="weight", make=order))
+    return Sample(args, {}, {"T": rows})
+
+
+@op(
+    "gather_columns",
+    infer=_columns_infer,
+    cost=lambda out, x, columns, env, **_: Cost(0, 2 * out.nbytes + columns.nbytes),
+    tol={},
+    samples=grid(
+        _columns_sample, rows=(0, 1, 5), width=(1, 67, 320), layout=("contiguous", "strided")
+    ),
+)
+def gather_columns(x: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Reorder the columns of each row. x [T, K] f32, columns [K] i32 below K -> [T, K].
+
+    Linears whose file has groups of scattered columns (GPTQ with ``desc_act``) multiply the result.
+    """
+    return x[:, columns]
 
 
 def _concat_infer(a: Meta, b: Meta) -> Meta:

@@ -37,7 +37,7 @@ class TensorInfo:
     supported: bool = True  # False: the tensor can be listed but not read
 
 
-_MAX_TEXT = 64 << 10  # bytes of a tensor with a text
+_MAX_SMALL = 1 << 20  # bytes
 
 
 def _open_map(path: Path) -> mmap.mmap:
@@ -79,9 +79,9 @@ class MappedFile:
         shape = math.prod(info.shape[:-1]), row_bytes
         return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset).reshape(shape)
 
-    def text(self, info: TensorInfo) -> bytes:
-        """See `TensorFiles.text`."""
-        found = bytes(self.view()[info.offset : info.offset + min(info.nbytes, _MAX_TEXT)])
+    def small(self, info: TensorInfo) -> bytes:
+        """See `TensorFiles.small`."""
+        found = bytes(self.view()[info.offset : info.offset + min(info.nbytes, _MAX_SMALL)])
         if len(found) < info.nbytes:
             raise ModelFileError(f"{self.path}: tensor {quote(info.name)}: cut off, or too long")
         return found
@@ -160,11 +160,11 @@ class TensorFiles:
         info = self.readable(name)
         return self._file_of[name].raw(info)
 
-    def text(self, name: str) -> bytes:
-        """Return the bytes of a tensor that holds a short text about others, which is read with
-        their headers. ModelFileError if it is missing, cut off or longer than 64 KiB."""
+    def small(self, name: str) -> bytes:
+        """Return the bytes of a small tensor that says how to read others, also of a file that was
+        opened without its data. ModelFileError if it is missing, cut off or larger than 1 MiB."""
         info = self.readable(name)
-        return self._file_of[name].text(info)
+        return self._file_of[name].small(info)
 
     def release(self, name: str) -> None:
         """Release the tensor's pages from memory; a later access reads them again.

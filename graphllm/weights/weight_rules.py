@@ -11,7 +11,6 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import ModelFileError, quote
-from ..formats.microscaling import MXFP4
 from ..formats.quantization import dequantise
 from ..graph.dtype import DTYPES, F32, DType
 from ..graph.tensor import Meta
@@ -75,7 +74,7 @@ def _plain(meta: Meta) -> np.dtype:
     return meta.dtype.numpy
 
 
-def _sizes(meta: Meta) -> tuple[int, ...]:
+def sizes(meta: Meta) -> tuple[int, ...]:
     """Return the shape of a stored tensor as integers."""
     return tuple(map(int, meta.shape))  # type: ignore[arg-type]
 
@@ -127,7 +126,7 @@ class Rows:
 
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
         width = stored[0].shape[-1]
-        rows = stored[0].reshape(*_sizes(metas[0])[:-1], width)
+        rows = stored[0].reshape(*sizes(metas[0])[:-1], width)
         return np.ascontiguousarray(self._view(rows)).reshape(-1, width)
 
 
@@ -148,49 +147,15 @@ class View:
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
         kind = metas[0].dtype
         plain = dequantise(stored[0], kind) if kind.quantised else stored[0].view(_plain(metas[0]))
-        return _bytes(self._view(plain.reshape(_sizes(metas[0]))))
+        return _bytes(self._view(plain.reshape(sizes(metas[0]))))
 
 
 def _view_of(view: Callable[[np.ndarray], np.ndarray], meta: Meta) -> np.ndarray:
     """Return ``view`` of a placeholder array of this shape. ModelFileError if that fails."""
     try:
-        return view(np.broadcast_to(np.zeros(()), _sizes(meta)))
+        return view(np.broadcast_to(np.zeros(()), sizes(meta)))
     except (ValueError, IndexError):
         raise ModelFileError(f"shape {meta.shape} cannot be split as the model requires") from None
-
-
-class Mxfp4:
-    """MXFP4 (OCP 2023) in two tensors, as gpt-oss stores it, repacked to GGUF's blocks.
-
-    The first tensor is uint8 [E, rows, blocks, 16] with two neighbouring elements per byte, the
-    first in the low half; the second is uint8 [E, rows, blocks], the exponents. ``rows`` selects
-    the rows of the weight. The values do not change.
-    """
-
-    def __init__(self, rows: slice = slice(None)) -> None:
-        self._rows = rows
-
-    def meta(self, stored: Sequence[Meta]) -> Meta:
-        shapes = [_sizes(meta) for meta in stored]
-        good = len(shapes) == 2 and len(shapes[1]) == 3 and shapes[0] == (*shapes[1], 16)
-        if not good or {meta.dtype.numpy for meta in stored} != {np.dtype(np.uint8)}:
-            raise ModelFileError(
-                f"{' and '.join(map(str, stored))}: not blocks and scales of mxfp4"
-            )
-        experts, rows, blocks = shapes[1]
-        kept = len(range(rows)[self._rows])
-        return Meta.of((experts, kept, blocks * MXFP4.block), MXFP4)
-
-    def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
-        pairs, scales = (
-            raw.reshape(meta.shape)[:, self._rows] for raw, meta in zip(stored, metas, strict=True)
-        )
-        blocks = np.empty((*scales.shape, MXFP4.nbytes), np.uint8)
-        blocks[..., 0] = scales
-        for expert, each in zip(blocks, pairs):  # one expert at a time to save memory
-            q = np.stack((each & 15, each >> 4), axis=-1).reshape(*each.shape[:-1], MXFP4.block)
-            expert[..., 1:] = q[..., :16] | q[..., 16:] << 4
-        return blocks.reshape(-1, scales.shape[-1] * MXFP4.nbytes)
 
 
 IDENTITY, STACK, ADD_ONE, TRANSPOSE = Identity(), Stack(), AddOne(), Transpose()
@@ -308,6 +273,28 @@ class NamedWeights:
                 raise ModelFileError(
                     f"{file.path}: missing tensor: part {min(lacking)} of {quote(name)}"
                 )
+        self._add_orders()
+
+    def _add_orders(self) -> None:
+        """Add ``{module}.columns``, the order of the columns of the file's ``{module}.weight``, to
+        the weights. Weights that are not single matrices of the file get its own order back."""
+        orders = getattr(self.file, "orders", {})
+        found = [name for name in self._weights if orders.keys() & {*self.sources(name)}]
+        whole = [name for name in found if self._is_matrix(name)]
+        others = {stored for name in found if name not in whole for stored in self.sources(name)}
+        for name in whole:
+            (stored,) = self.sources(name)
+            if stored not in others:
+                columns = name.removesuffix("weight") + "columns"
+                self._weights[columns] = _Weight(IDENTITY, {0: orders[stored]})
+        for stored in others:
+            self.file.restore_order(stored)  # type: ignore[attr-defined]
+
+    def _is_matrix(self, name: str) -> bool:
+        """Whether a weight consists of rows of one tensor."""
+        meta = self.meta(name)
+        one = meta is not None and meta.ndim == 2 and len(self.sources(name)) == 1
+        return one and name.endswith(".weight") and bool(self.row_sources(name))
 
     def _place(self, stored: str, rules: Sequence[WeightRule], strict: bool) -> None:
         found = (rule.canonical(stored) for rule in rules)

@@ -106,7 +106,7 @@ def state(**keys: object):
         ("a.weight.absmax", lambda t: t + np.float32(1e6), "beyond the range of f16"),
         ("a.weight.quant_map", lambda t: t[::-1], "'a.weight.quant_map': has other values than n"),
         (STATE, lambda t: t[:-1], f"'{STATE}': not valid JSON"),
-        (STATE, lambda t: np.zeros(1 << 17, np.uint8), f"'{STATE}': cut off, or too long"),
+        (STATE, lambda t: np.zeros(1 << 21, np.uint8), f"'{STATE}': cut off, or too long"),
         (*state(shape=[24, 2304]), r"'a.weight': has shape \[1152, 1\], not \[27648, 1\]"),
         (*state(shape=[48, 48]), "is a weight of 48 x 48, whose rows are not whole blocks of 32"),
         (*state(shape=[24, -96]), rf"'{STATE}': shape = \[24, -96\] is not supported"),

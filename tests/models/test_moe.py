@@ -20,8 +20,9 @@ from graphllm.formats.microscaling import MXFP4
 from graphllm.formats.quantization import dequantise, quantise
 from graphllm.graph.dtype import F32
 from graphllm.graph.tensor import Meta
+from graphllm.weights.mxfp4_tensors import Mxfp4
 from graphllm.weights.safetensors_format import U8
-from graphllm.weights.weight_rules import Mxfp4, Rows, View
+from graphllm.weights.weight_rules import Rows, View
 
 pytestmark = pytest.mark.parity
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, 120, 12)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import hf_models
 import ml_dtypes
@@ -29,7 +30,10 @@ from graphllm.checkpoints.checkpoint import open_checkpoint
 from graphllm.checkpoints.published import packed_linear
 from graphllm.errors import ConfigError, ModelFileError
 from graphllm.formats.quantization import dequantise
+from graphllm.graph.tensor import Meta
+from graphllm.weights import NamedWeights, WeightRule
 from graphllm.weights.safetensors import Safetensors
+from graphllm.weights.weight_rules import STACK
 
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, 120, 12)]
 
@@ -42,9 +46,12 @@ def read(folder: Path, config: dict, tensors: writer.Tensors) -> published.Packe
     return wrap(Safetensors(folder))
 
 
-def random_linear(bits: int, group: int, symmetric: bool, rows: int = 136, columns: int = 416):
+def random_linear(
+    bits: int, group: int, symmetric: bool, rows: int = 136, columns: int = 416,
+    seed: int | None = None,
+) -> writer.Packed:  # fmt: skip
     values = np.random.default_rng(0).standard_normal((rows, columns)).astype(np.float32)
-    return integers_of(values, bits, group, symmetric)
+    return integers_of(values, bits, group, symmetric, seed)
 
 
 def check(file: published.PackedTensors, want: writer.Packed, form: str, atol: float) -> None:
@@ -55,7 +62,7 @@ def check(file: published.PackedTensors, want: writer.Packed, form: str, atol: f
     raw = file.raw("a.weight")
     assert raw.nbytes == info.nbytes and not raw.flags.writeable
     error = np.abs(dequantise(raw, info.dtype) - want.dequantise())
-    scale = want.scales.astype(np.float32)[:, np.arange(want.codes.shape[1]) // want.group]
+    scale = want.scales.astype(np.float32)[:, want.at]
     assert (error <= atol * scale).all()
 
 
@@ -89,6 +96,57 @@ def test_gptq_in_the_order_of_activations(tmp_path):
     del stored["a.g_idx"]
     with pytest.raises(ModelFileError, match=r"'a.g_idx': missing"):
         read(tmp_path, config, stored)
+
+
+@pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True)])
+@pytest.mark.parametrize("kind", ["gptq", "compressed"])
+def test_groups_of_scattered_columns(tmp_path, monkeypatch, kind, bits, symmetric):
+    """The weight has its columns by groups, and `columns` is their order; or, if the model cannot
+    reorder the input, float16 in the stored order. The last group is smaller."""
+    monkeypatch.setattr(packed_linear, "_TILE", 1)
+    monkeypatch.setattr(packed_linear, "_MIN_ROWS", 64)
+    want = random_linear(bits, 64, symmetric, seed=1)
+    if kind == "gptq":
+        config = gptq_config(bits, 64, symmetric, desc_act=True)
+        tensors = writer.gptq("a", want, bits)
+    else:
+        config = compressed_config(weights_config(bits, 64, symmetric, actorder="group"))
+        tensors = writer.compressed("a", want, bits, symmetric, ordered=True)
+    file = read(tmp_path, config, tensors)
+    weights = NamedWeights(file, (), strict=False)
+    assert sorted(weights.names()) == ["a.columns", "a.weight"]
+    order = weights.raw("a.columns").view(np.int32)[0]
+    assert weights.meta("a.columns") == Meta.of((416,), "i32")
+    meta = weights.meta("a.weight")
+    found = dequantise(weights.raw("a.weight"), meta.dtype)
+    limit = want.scales.astype(np.float32)[:, want.at[order]] * (0 if symmetric else OFFSET)
+    assert (np.abs(found - want.dequantise()[:, order]) <= limit).all()
+    assert meta.dtype.quantised and not file.notes()
+    file = read(tmp_path, config, tensors)
+    stack = (WeightRule("b.weight", "a.weight", STACK),)
+    weights = NamedWeights(file, stack, strict=True)
+    assert [*weights.names()] == ["b.weight"] and weights.meta("b.weight").dtype.name == "f16"
+    values = weights.raw("b.weight").view(np.float16)
+    assert np.array_equal(values, want.dequantise().astype(np.float16))
+    assert file.notes()[0].startswith("1 matrices are f16: their groups are scattered columns")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t * 0, "has 416 columns of group 0, not 64"),
+        (lambda t: t + 1, "has 0 columns of group 0, not 64"),
+        (lambda t: t[:-1], r"has shape \[415\], not \[416\]"),
+        (None, "missing"),
+    ],
+)
+def test_wrong_orders(tmp_path, change, message):
+    tensors = writer.gptq("a", random_linear(4, 64, True, seed=1), 4)
+    index = tensors.pop("a.g_idx")
+    if change:
+        tensors["a.g_idx"] = change(index)
+    with pytest.raises(ModelFileError, match=f"tensor 'a.g_idx': {message}"):
+        read(tmp_path, gptq_config(4, 64, desc_act=True), tensors)
 
 
 @pytest.mark.parametrize(("group", "zero_point"), [(32, True), (-1, True), (128, False)])
@@ -188,13 +246,17 @@ SIZES = {
 }  # fmt: skip
 
 
-def compressed(bits: int, group: int, symmetric: bool) -> tuple[dict, writer.Quantiser]:
-    config = compressed_config(weights_config(bits, group, symmetric))
+def compressed(
+    bits: int, group: int, symmetric: bool, **keys: Any
+) -> tuple[dict, writer.Quantiser]:
+    config = compressed_config(weights_config(bits, group, symmetric, **keys))
 
     def pack(module: str, linear: writer.Packed) -> writer.Tensors:
-        return writer.compressed(module, linear, bits, symmetric)
+        return writer.compressed(module, linear, bits, symmetric, bool(keys))
 
-    return config, writer.integers(bits, group, symmetric, pack)
+    # By the number of rows: queries have another order than keys and values.
+    order = (lambda module, values: len(values)) if keys else (lambda module, values: None)
+    return config, writer.integers(bits, group, symmetric, pack, order)
 
 
 KINDS = {
@@ -202,12 +264,20 @@ KINDS = {
     "gptq-8": (
         gptq_config(8, -1), writer.integers(8, -1, True, lambda n, p: writer.gptq(n, p, 8)),
     ),
+    "gptq-ordered": (
+        gptq_config(4, 32, desc_act=True),
+        writer.integers(
+            4, 32, True, lambda n, p: writer.gptq(n, p, 4), lambda n, v: v.shape[1] + ("o_p" in n)
+        ),
+    ),
     "compressed": compressed(4, 64, True),
+    "compressed-ordered": compressed(4, 32, True, actorder="group"),
     "compressed-asymmetric": compressed(4, -1, False),
     "awq": (awq_config(64), writer.integers(4, 64, False, writer.awq)),
     "nf4": (nf4_config(), writer.nf4),
 }  # fmt: skip
 EXACT = ("gptq", "gptq-8", "compressed")  # others round offsets or values to float16
+GATHERS = {"gptq-ordered": 4, "compressed-ordered": 5}  # of a layer, without experts and MLA
 
 
 def nmse(have: np.ndarray, want: np.ndarray) -> float:
@@ -246,7 +316,13 @@ def test_logits(tmp_path, name, kind):
         want = graphllm.load(plain, **options).logits(IDS) if want is None else want
         llm = graphllm.load(packed, **options)
         have = llm.logits(IDS)
-        assert nmse(have, want) <= (1e-9 if kind in EXACT else 1e-4)
+        exact = kind in EXACT or (kind in GATHERS and name in ("llama", "qwen3"))
+        assert nmse(have, want) <= (1e-9 if exact else 1e-4)
+        found = llm.placement()[device].get("gather_columns", 0)
+        if name in ("llama", "qwen3"):  # of queries, keys and values one if they agree
+            assert (
+                found == GATHERS.get(kind, 0) * hf_models.SPECS[name].tiny[0]["num_hidden_layers"]
+            )
     have = graphllm.load(packed, device="cpu", kv_type="f32", context=32).logits(IDS)
     assert typical_nmse(have, want) <= 1e-2  # 8-bit activations
     noted = graphllm.load(packed, device="reference", context=32, type="q5_0").notes()
@@ -300,7 +376,7 @@ IN_WEIGHTS = r"config_groups\['group_0'\].weights: "
         (compressed_config(weights_config(3)), IN_WEIGHTS + "num_bits = 3 is not"),
         (compressed_config(weights_config(4, 48)), IN_WEIGHTS + "group_size = 48 is"),
         (compressed_config(weights_config(8, 32, False)), IN_WEIGHTS + "symmetric = False"),
-        (compressed_config(weights_config(actorder="group")), IN_WEIGHTS + "actorder = 'group'"),
+        (compressed_config(weights_config(actorder="rows")), IN_WEIGHTS + "actorder = 'rows'"),
         (compressed_config(weights_config(strategy="block")), IN_WEIGHTS + "strategy = 'block'"),
         (compressed_config(weights_config(type="float")), IN_WEIGHTS + "type = 'float'"),
         (compressed_config(weights_config(spin=1)), IN_WEIGHTS + "unknown key 'spin'"),
@@ -338,7 +414,7 @@ WRONG_VALUES = [
     ("scales", lambda t: t * np.nan, "'a.scales': row 0, group 0 is NaN: a scale must be finite"),
     ("scales", lambda t: t * np.float32(1e9), "'a.scales': .* beyond the range of f16"),
     ("qzeros", lambda t: t ^ 16, "'a.qzeros': row 1, group 0 is 7: a zero point is not 8"),
-    ("g_idx", lambda t: t[::-1], r"'a.g_idx': groups of columns that .*desc_act"),
+    ("g_idx", lambda t: t[::-1], r"'a.g_idx': groups of scattered columns .*desc_act"),
 ]
 
 
@@ -367,7 +443,11 @@ def test_wrong_tensors(tmp_path, part, change, message):
         ("weight_scale", None, "'a.weight_scale': missing"),
         ("weight_zero_point", None, "'a.weight_zero_point': missing"),
         ("weight_zero_point", lambda t: t[:-1], r"'a.weight_zero_point': has shape \[16, 13\], n"),
-        ("weight_g_idx", lambda t: np.zeros(416, np.int32), "'a.weight_g_idx': groups of columns"),
+        (
+            "weight_g_idx",
+            lambda t: np.zeros(416, np.int32),
+            "'a.weight_g_idx': groups of sca",
+        ),
     ],
 )
 def test_wrong_compressed_tensors(tmp_path, part, change, message):

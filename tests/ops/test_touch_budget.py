@@ -181,7 +181,7 @@ CHOICES = {
     "graphllm/cli/quantize.py": "help text",
     "graphllm/quantize/mixes.py": "mixes of formats",
     "graphllm/profiler/kernel_probes.py": "formats to probe",
-    "graphllm/weights/weight_rules.py": "tensors of gpt-oss",
+    "graphllm/weights/mxfp4_tensors.py": "tensors of gpt-oss",
     "models/gpt_oss.py": "tensors of gpt-oss",
 }
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 from linear_cases import SCALES
-from quantise_oracle import NF4
+from oracles import dequantised_blocks
 
 from graphllm.graph.dtype import DType
 
@@ -45,12 +44,6 @@ def make_blocks(form: DType, kind: str, blocks: int) -> np.ndarray:
 
 
 def dequantised(form: DType, raw: np.ndarray) -> np.ndarray:
-    if form.name == "nf4":  # not a format of GGUF
-        blocks = raw.reshape(len(raw), -1, form.nbytes)
-        codes = np.concatenate([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], axis=-1)
-        d = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float64)
-        return (np.array(NF4, np.float64)[codes] * d).reshape(len(raw), -1)
-    kind = gguf.GGMLQuantizationType[form.name.upper()]
-    values = gguf.quants.dequantize(raw, kind).astype(np.float64)
+    values = dequantised_blocks(raw, form)
     assert np.isfinite(values).all()
     return values

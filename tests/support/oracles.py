@@ -12,10 +12,11 @@ from typing import Any
 
 import gguf
 import numpy as np
+from quantise_oracle import NF4
 from quantise_oracle import quantise as quantise_blocks
 
 from graphllm.formats.quantization import Blocks
-from graphllm.graph.dtype import DTYPES
+from graphllm.graph.dtype import DTYPES, DType
 
 F32 = np.float32
 
@@ -28,8 +29,19 @@ def values(w: Any) -> np.ndarray:
         return plane_values(w)
     if not len(w):
         return np.zeros(w.shape)
-    kind = gguf.GGMLQuantizationType[w.dtype.name.upper()]
-    return gguf.quants.dequantize(np.ascontiguousarray(w.raw), kind).astype(np.float64)
+    return dequantised_blocks(w.raw, w.dtype)
+
+
+def dequantised_blocks(raw: np.ndarray, form: DType) -> np.ndarray:
+    """Blocks, uint8 [..., row_bytes], as float64 [..., K], by the gguf package where it can."""
+    raw = np.ascontiguousarray(raw)
+    if form.name != "nf4":
+        kind = gguf.GGMLQuantizationType[form.name.upper()]
+        return gguf.quants.dequantize(raw, kind).astype(np.float64)
+    blocks = raw.reshape(-1, form.nbytes)
+    codes = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=-1)
+    d = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float64)
+    return (np.array(NF4)[codes] * d).reshape(*raw.shape[:-1], -1)
 
 
 # Formats whose rows are q, then float32 scales: the code of q ("f": e4m3), elements per scale (0:
@@ -329,6 +341,10 @@ def cast(x, dtype):
 
 def gather_rows(x, rows):
     return np.array([x[int(r)].tolist() for r in rows], x.dtype).reshape(len(rows), *x.shape[1:])
+
+
+def gather_columns(x, columns):
+    return np.array([[row[int(c)] for c in columns] for row in x], x.dtype).reshape(x.shape)
 
 
 def embedding(ids, w):
@@ -665,6 +681,7 @@ ORACLES = {
     "copy": same,
     "host_call": lambda x, call: 0.0 - x,  # the samples' functions change the sign
     "gather_rows": gather_rows,
+    "gather_columns": gather_columns,
     "embedding": embedding,
     "linear": linear,
     "head_linear": head_linear,

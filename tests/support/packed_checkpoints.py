@@ -17,26 +17,31 @@ Tensors = dict[str, np.ndarray]
 
 @dataclass
 class Packed:
-    """Integers of a linear [N, K]: codes [N, K], scales and zeros [N, groups], both unsigned."""
+    """Integers of a linear [N, K]: codes [N, K], scales and zeros [N, groups], both unsigned, and
+    the group of each column [K]."""
 
     codes: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray
-    group: int
+    at: np.ndarray
 
     def dequantise(self) -> np.ndarray:
         """float32 [N, K]."""
-        at = np.arange(self.codes.shape[1]) // self.group
-        steps = self.codes.astype(np.float32) - self.zeros.astype(np.float32)[:, at]
-        return self.scales.astype(np.float32)[:, at] * steps
+        steps = self.codes.astype(np.float32) - self.zeros.astype(np.float32)[:, self.at]
+        return self.scales.astype(np.float32)[:, self.at] * steps
 
 
-def integers_of(values: np.ndarray, bits: int, group_size: int, symmetric: bool) -> Packed:
-    """Quantise float32 [N, K]; zero points are arbitrary if not symmetric."""
+def integers_of(
+    values: np.ndarray, bits: int, group_size: int, symmetric: bool, seed: int | None = None
+) -> Packed:
+    """Quantise float32 [N, K]; zero points are arbitrary if not symmetric. ``seed``: of the order
+    in which columns are dealt out to groups; without it, groups are neighbouring columns."""
     rows, columns = values.shape
     group = columns if group_size == -1 else group_size
-    at, middle = np.arange(columns) // group, 2 ** (bits - 1)
+    at, middle = (np.arange(columns) // group).astype(np.int32), 2 ** (bits - 1)
     groups = at[-1] + 1
+    if seed is not None:
+        at = np.random.default_rng(seed).permutation(at)
     largest = np.stack([np.abs(values[:, at == i]).max(1) for i in range(groups)], 1)
     scales = (largest / (middle - 1)).astype(np.float16)
     low, high = (middle, middle + 1) if symmetric else (0, 2 * middle)
@@ -44,7 +49,7 @@ def integers_of(values: np.ndarray, bits: int, group_size: int, symmetric: bool)
     steps = np.round(values / scales.astype(np.float32)[:, at]) + zeros[:, at]
     codes = np.clip(steps, 0, 2 * middle - 1).astype(np.uint8)
     codes[0, 0] = 0  # the lowest code, which rounding seldom makes
-    return Packed(codes, scales, zeros, group)
+    return Packed(codes, scales, zeros, at)
 
 
 def int32_of(values: np.ndarray, bits: int, axis: int) -> np.ndarray:
@@ -62,7 +67,7 @@ def gptq(name: str, p: Packed, bits: int, version: int = 1) -> Tensors:
         f"{name}.qweight": int32_of(p.codes.T, bits, 0),
         f"{name}.qzeros": int32_of(zeros.T, bits, 1),
         f"{name}.scales": p.scales.T,
-        f"{name}.g_idx": (np.arange(p.codes.shape[1]) // p.group).astype(np.int32),
+        f"{name}.g_idx": p.at,
     }
 
 
@@ -79,12 +84,14 @@ def awq(name: str, p: Packed, bits: int = 4) -> Tensors:
     }
 
 
-def compressed(name: str, p: Packed, bits: int, symmetric: bool) -> Tensors:
+def compressed(name: str, p: Packed, bits: int, symmetric: bool, ordered: bool = False) -> Tensors:
     made = {
         f"{name}.weight_packed": int32_of(p.codes, bits, 1),
         f"{name}.weight_scale": p.scales,
         f"{name}.weight_shape": np.array(p.codes.shape, np.int64),
     }
+    if ordered:
+        made[f"{name}.weight_g_idx"] = p.at
     if not symmetric:
         made[f"{name}.weight_zero_point"] = int32_of(p.zeros, bits, 0)
     return made
@@ -194,12 +201,17 @@ Quantiser = Callable[[str, np.ndarray], tuple[Tensors, np.ndarray]]
 
 
 def integers(
-    bits: int, group_size: int, symmetric: bool, pack: Callable[[str, Packed], Tensors]
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    pack: Callable[[str, Packed], Tensors],
+    order: Callable[[str, np.ndarray], int | None] = lambda module, values: None,
 ) -> Quantiser:
-    """The quantiser of a layout of packed integers."""
+    """The quantiser of a layout of packed integers. ``order``: see ``seed`` of `integers_of`, for a
+    module and its weight."""
 
     def quantise(module: str, values: np.ndarray) -> tuple[Tensors, np.ndarray]:
-        found = integers_of(values, bits, group_size, symmetric)
+        found = integers_of(values, bits, group_size, symmetric, order(module, values))
         return pack(module, found), found.dequantise()
 
     return quantise

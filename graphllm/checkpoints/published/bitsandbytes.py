@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import quote
-from ...formats.normal_float import NF4, NF4_VALUES
+from ...formats.iq4 import NF4, NF4_VALUES
 from ...weights.safetensors import Safetensors
 from ...weights.strict_json import json_object
 from .blocks import make_blocks, to_float16
@@ -102,7 +102,7 @@ class NormalFloatLinear(StoredLinear):
         """Read the shape and the size of blocks from the JSON object; return its other keys."""
         self.tensor(_STATE, None, "u8")
         source = f"{self.file.path}: tensor {quote(self.name(_STATE))}"
-        state = Settings(source, json_object(self.file.text(self.name(_STATE)), source))
+        state = Settings(source, json_object(self.file.small(self.name(_STATE)), source))
         state.one_of("quant_type", (_TYPE,))
         self.block: int = state.one_of("blocksize", _BLOCK_SIZES)
         shape = state.keys("shape", list)

@@ -82,6 +82,14 @@ def unpack(words: Array, bits: int) -> Array:
     return np.stack((pairs & 15, pairs >> 4), axis=-1).reshape(*pairs.shape[:-1], -1)
 
 
+def reorder(words: Array, order: Array, bits: int) -> Array:
+    """Return rows of integers, uint32 [n, K * bits / 32], with their columns in another order."""
+    codes = np.take(unpack(words, bits), order, axis=1)
+    if bits == 4:
+        codes = codes[:, ::2] | codes[:, 1::2] << np.uint8(4)
+    return np.ascontiguousarray(codes).view(np.uint32)
+
+
 def transpose(stored: Array) -> Array:
     """Return a contiguous transposed copy of a matrix, written `STRIP` columns at a time so that
     the lines read and written stay in the first cache."""

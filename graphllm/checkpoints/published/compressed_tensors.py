@@ -54,6 +54,7 @@ class _PackedGroup(_Group):
     bits: int
     symmetric: bool
     group_size: int
+    ordered: bool  # whether groups may be scattered columns
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,10 @@ def _packed_group(targets: ModulePatterns, weights: Settings) -> _PackedGroup:
     group_size = weights.group_size(-1)
     want = "channel" if group_size == -1 else "group"
     weights.only("strategy", want)
-    weights.only("actorder", False, "weight", "static")  # do not change the layout
+    weights.only("actorder", False, "weight", "static", "group")
+    ordered = weights.keys("actorder", object, None) == "group"  # others do not change the layout
     weights.only("block_structure")
-    return _PackedGroup(targets, bits, symmetric, group_size)
+    return _PackedGroup(targets, bits, symmetric, group_size, ordered)
 
 
 def _scaled_group(
@@ -195,8 +197,11 @@ class CompressedLinear(PackedLinear):
             packed = self.tensor(_ZEROS, None, I32.name, I8.name).dtype is I32
             count = -(-rows // self.per_word) if packed else rows
             self.tensor(_ZEROS, (count, self.groups), I32.name, I8.name)
-        if self.has(_ORDER):
+        self._ordered = group.ordered
+        if self._ordered or self.has(_ORDER):
             self.tensor(_ORDER, (self.shape[1],), I32.name)
+        if self._ordered:
+            self.read_order(_ORDER)
 
     def words(self, rows: slice) -> np.ndarray:
         return np.ascontiguousarray(self.integers(_WEIGHT)[rows])
@@ -222,5 +227,5 @@ class CompressedLinear(PackedLinear):
         if stated != self.shape:
             text = f"is {list(stated)}, but {_WEIGHT} holds {list(self.shape)}"
             raise self.error(_SHAPE, text)
-        if self.has(_ORDER):
+        if self.has(_ORDER) and not self._ordered:
             self.check_group_index(_ORDER)

@@ -49,7 +49,7 @@ class Scheme:
         self.group_size = keys.group_size()
         stated = keys.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
         self.zero_offset = int(stated == "gptq")
-        # The order of quantisation. Groups may be neighbouring columns all the same, see `g_idx`.
+        # Whether groups may be scattered columns, see `g_idx`.
         self.ordered: bool = keys.one_of("desc_act", (True, False), False)
         keys.only("is_marlin_format", False)
         keys.only("pack_dtype", "int32")
@@ -78,6 +78,9 @@ class GptqLinear(PackedLinear):
         self.tensor(_ZEROS, (self.groups, -(-rows // self.per_word)), I32.name)
         if scheme.ordered or self.has(_ORDER):
             self.tensor(_ORDER, (self.shape[1],), I32.name)
+        self._ordered = scheme.ordered
+        if self._ordered:
+            self.read_order(_ORDER)
 
     def words(self, rows: slice) -> np.ndarray:
         return transpose(self.integers(_WEIGHT)[:, rows])
@@ -91,5 +94,5 @@ class GptqLinear(PackedLinear):
         return np.ascontiguousarray((zeros & np.uint8(2**self.bits - 1)).T)
 
     def check_values(self) -> None:
-        if self.has(_ORDER):
+        if self.has(_ORDER) and not self._ordered:
             self.check_group_index(_ORDER)

@@ -7,9 +7,9 @@ from abc import abstractmethod
 import numpy as np
 
 from ...errors import ModelFileError
-from ...graph.dtype import I32
+from ...graph.dtype import F16, I32
 from ...weights.safetensors import Safetensors
-from .blocks import block_dtype, make_blocks, to_float16
+from .blocks import block_dtype, make_blocks, reorder, to_float16, unpack
 from .settings import GROUP
 from .stored_linear import StoredLinear
 
@@ -36,6 +36,8 @@ class PackedLinear(StoredLinear):
         self.dtype = block_dtype(bits, symmetric)
         self.per_word = 32 // bits
         self.group = 0
+        self._stored_groups: Array | None = None  # of each column
+        self._groups: Array | None = None  # the same, if the weight is float16
 
     def set_shape(self, rows: int, columns: int, group_size: int, part: str) -> None:
         """Set the shape and the group; ``part`` is the packed tensor, for error messages."""
@@ -75,13 +77,31 @@ class PackedLinear(StoredLinear):
         step = max(_MIN_ROWS, _TILE // columns // 8 * 8)
         for start in range(0, rows, step):
             tile = slice(start, min(rows, start + step))
+            if self._groups is not None:
+                made[tile] = self._floats_of(tile, d, zeros)
+                continue
             scale, zero = (
                 np.repeat(each[tile], self.group // GROUP, axis=1)[:, :blocks]
                 for each in (d, zeros)
             )
-            made[tile] = make_blocks(self.words(tile), scale, zero, self.dtype)
+            words = self.words(tile)
+            if self.order is not None:
+                words = reorder(words, self.order, self.bits)
+            made[tile] = make_blocks(words, scale, zero, self.dtype)
         made.flags.writeable = False
         return made
+
+    def _floats_of(self, tile: slice, d: Array, zeros: Array) -> Array:
+        """Return some rows in the stored order of columns as float16, uint8 [n, row_bytes]."""
+        assert self._groups is not None
+        steps = unpack(self.words(tile), self.bits).astype(np.float32)
+        steps -= zeros[tile].astype(np.float32)[:, self._groups]
+        with np.errstate(over="ignore"):
+            values = (steps * d[tile].astype(np.float32)[:, self._groups]).astype(np.float16)
+        if not np.isfinite(values).all():
+            text = "times its integers, a scale is beyond the range of f16"
+            raise self.error(self.scale_part, text)
+        return values.view(np.uint8)
 
     def _float16_scales(self) -> Array:
         """Return the scales as float16 [N, groups], which must be finite and not zero."""
@@ -125,9 +145,29 @@ class PackedLinear(StoredLinear):
             raise self.error(part, f"has shape {list(shape)}, which is no matrix")
         return shape[0], shape[1]
 
+    def read_order(self, part: str) -> None:
+        """Set ``order`` from ``part``, the group of each column, if groups are not neighbouring
+        columns."""
+        groups = np.frombuffer(self.file.small(self.name(part)), "<i4")
+        counts = np.bincount(groups[(groups >= 0) & (groups < self.groups)], minlength=self.groups)
+        want = np.bincount(np.arange(self.shape[1]) // self.group)
+        if not np.array_equal(counts, want):
+            group = int((counts != want).argmax())
+            text = f"has {counts[group]} columns of group {group}, not {want[group]}"
+            raise self.error(part, text)
+        self._stored_groups = groups
+        if (np.diff(groups) < 0).any():
+            self.order = np.argsort(groups, kind="stable").astype("<i4")
+
+    def restore_order(self) -> None:
+        """Let the weight have the stored order of columns, as float16; see `PackedTensors`. No
+        effect on weights of methods without an order."""
+        if self._stored_groups is not None:
+            self._groups, self.order, self.dtype = self._stored_groups, None, F16
+
     def check_group_index(self, part: str) -> None:
         """Check that ``part``, the group of each column, has groups of neighbouring columns."""
         want = np.arange(self.shape[1]) // self.group
         if not np.array_equal(self.integers(part), want):
-            text = "groups of columns that are no neighbours (desc_act) are not supported"
+            text = "groups of scattered columns are not what quantization_config states (desc_act)"
             raise self.error(part, text)

@@ -38,11 +38,13 @@ class StoredLinear(ABC):
         shape: [N, K].
         dtype: Format of the weight.
         inexact_scales: Number of scales that lost precision, known after `raw`.
+        order: int32 [K], the stored column of each column of the weight; None: the same order.
     """
 
     dtype: DType
     shape: tuple[int, int]
     inexact_scales = 0
+    order: Array | None = None
 
     def __init__(self, file: Safetensors, module: str, parts: tuple[str, ...]) -> None:
         self.file, self.module = file, module

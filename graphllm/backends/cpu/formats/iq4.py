@@ -1,7 +1,7 @@
-"""iq4_nl and iq4_xs on the CPU: four bits number a value of a table.
+"""iq4_nl, iq4_xs and nf4 on the CPU: four bits number a value of a table.
 
-A block of a tile: iq4_nl has 4 vectors of nibbles and 16 d. iq4_xs has 16 d, 16 times the top bits
-of the scales (together a vector), a vector of the scales' low halves and 32 of nibbles.
+A block of a tile: iq4_nl and nf4 have 4 vectors of nibbles and 16 d. iq4_xs has 16 d, 16 times the
+top bits of the scales (together a vector), a vector of the scales' low halves and 32 of nibbles.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import TYPE_CHECKING
 
-from ....formats.iq4 import IQ4_VALUES
+from ....formats.iq4 import IQ4_VALUES, NF4_VALUES
 from ..runtime.isa import ISA
 from ..runtime.lazy_numba import ir
 from ..simd.emitter import I16, I16S, I32S, VECTOR, Emitter, Value
@@ -23,6 +23,7 @@ from .packed_format import (
     Block256,
     Codebook,
     Field,
+    PackedFormat,
     halves_of,
     register,
 )
@@ -127,10 +128,30 @@ def _move_bits(e: Emitter, x: Value, source: int, count: int, target: int) -> Va
     return e.shl(e.mask(e.shr(x, source), (1 << count) - 1), target)
 
 
+_LOW, _HIGH = NF4_VALUES.view("u1").reshape(-1, 2).T.tolist()  # bytes of the values
+_SCALES_AT = FOUR_BITS.vectors * VECTOR
+
+
+class NormalFloat(PackedFormat):
+    """x = d * value, and four bits number a float16."""
+
+    def fields(self, rows: StoredRows) -> Iterator[Field]:
+        yield from self.chunks(rows, "q", 0)
+        yield from self.scalar(rows, "d", _SCALES_AT)
+
+    def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
+        d = e.load_f16(at, _SCALES_AT)
+        for j, word in FOUR_BITS.unpack(e, lambda i: e.load(at, offset=VECTOR * i)):
+            low, high = (e.lookup_bytes(word, table) for table in (_LOW, _HIGH))
+            for i in range(4):
+                bits = e.b.or_(e.byte(low, i), e.shl(e.byte(high, i), 8))
+                yield 4 * j + i, e.mul(e.half_to_f32(e.b.trunc(bits, I16S)), d)
+
+
 # --------------------------------------------------------------------------------------- encoding
 
 
-def encode_codes(
+def _encode_codes(
     e: BlockEncoder, vectors: Sequence[Value], at: Value, d: Value, values: Sequence[float]
 ) -> Value:
     """Store blocks of a float16 ``d`` and the numbers of the nearest of ``values``."""
@@ -145,7 +166,7 @@ def encode_codes(
 
 def _encode_iq4_nl(e: BlockEncoder, vectors: Sequence[Value], at: Value) -> Value:
     d = e.over(e.fold(vectors, _RUN, e.larger), -127)
-    return encode_codes(e, vectors, at, d, IQ4_VALUES)
+    return _encode_codes(e, vectors, at, d, IQ4_VALUES)
 
 
 def _encode_iq4_xs(e: BlockEncoder, vectors: Sequence[Value], at: Value) -> Value:
@@ -166,6 +187,12 @@ def _encode_iq4_xs(e: BlockEncoder, vectors: Sequence[Value], at: Value) -> Valu
     return e.not_finite(vectors)
 
 
+def _encode_nf4(e: BlockEncoder, vectors: Sequence[Value], at: Value) -> Value:
+    d = e.magnitude(e.fold(vectors, _RUN, e.larger))
+    return _encode_codes(e, vectors, at, d, NF4_VALUES.tolist())
+
+
 _IQ4 = Codebook(IQ4_VALUES)
 register(CodebookBlock(name="iq4_nl", largest=_IQ4.largest, codebook=_IQ4, encode=_encode_iq4_nl))
 register(IQ4XS(name="iq4_xs", sub=32, largest=_IQ4.largest, codebook=_IQ4, encode=_encode_iq4_xs))
+register(NormalFloat(name="nf4", encode=_encode_nf4))

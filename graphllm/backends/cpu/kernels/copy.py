@@ -1,4 +1,4 @@
-"""Kernels that move values: copies from any strides, casts between float types, gathered rows."""
+"""Kernels that move values: copies from any strides, casts between float types, gathers."""
 
 from __future__ import annotations
 
@@ -208,6 +208,44 @@ def gather_rows(ctx: KernelContext) -> Launch:
     total, count = ctx.live(x.meta.rows), ctx.live(rows.meta.rows)
     block = GatherArgs(x.address, x.row_stride, total, rows.address, count, ctx.out.address, width)
     return Launch(_gather, block)
+
+
+class ColumnsArgs(NamedTuple):
+    """Argument block of `gather_columns`."""
+
+    x: int
+    x_stride: int
+    columns: int  # int32
+    y: int
+    rows: int  # address of the live count
+    width: int
+
+
+_read_columns = argument_reader(ColumnsArgs)
+
+
+@kernel
+def _gather_columns(p, thread, threads):
+    a = _read_columns(p)
+    order, width = i32s(a.columns), a.width
+    chunks = (width + CHUNK_COLUMNS - 1) // CHUNK_COLUMNS
+    first, last = thread_range(load_i64(a.rows) * chunks, thread, threads)
+    for item in range(first, last):
+        row, column = item // chunks, item % chunks * CHUNK_COLUMNS
+        source, target = f32s(a.x + row * a.x_stride), f32s(a.y + 4 * row * width)
+        for i in range(column, min(column + CHUNK_COLUMNS, width)):
+            if order[i] < 0 or order[i] >= width:
+                set_status(p, STATUS_ID)
+            else:
+                target[i] = source[order[i]]
+
+
+@BACKEND.kernel("gather_columns", layout={"x": "rows"})
+def gather_columns(ctx: KernelContext) -> Launch:
+    x, rows = ctx.x, ctx.live(ctx.x.meta.rows)
+    width = x.meta.inner[0]
+    args = x.address, x.row_stride, ctx.columns.address, ctx.out.address, rows, width
+    return Launch(_gather_columns, ColumnsArgs(*args))
 
 
 class ConcatArgs(NamedTuple):

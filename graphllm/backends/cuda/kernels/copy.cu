@@ -1,4 +1,4 @@
-// Copies: contiguous, cast, gather_rows and concat. A block copies one row (x).
+// Copies: contiguous, cast, gather_rows, gather_columns and concat. A block copies one row (x).
 
 // A tensor of at most four axes: strides in bytes of all axes, dims of axes 1 to 3, elements of a row.
 struct Shape {
@@ -69,6 +69,19 @@ GATHER(gather_1, u8)
 GATHER(gather_2, u16)
 GATHER(gather_4, u32)
 GATHER(gather_8, u64)
+
+// out[n][i] = x[n][columns[i]]
+extern "C" __global__ void gather_columns(const u8* x, i64 stride, const int* columns, float* out,
+                                          const i64* live, int width TIMESTAMPS) {
+    RECORD_TIMESTAMPS
+    const i64 rows = begin(live);
+    const i64 row = blockIdx.x;
+    const int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (row >= rows || i >= width) return;
+    const int from = columns[i];
+    const bool known = 0 <= from && from < width;
+    out[row * width + i] = known ? ((const float*)(x + row * stride))[from] : NOT_A_NUMBER;
+}
 
 // Concatenate lines of a and b: `lines` of them in a row, with a_width and b_width elements.
 extern "C" __global__ void concat(const u8* a, i64 a_stride, const u8* b, i64 b_stride, float* out,

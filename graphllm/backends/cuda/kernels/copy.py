@@ -1,4 +1,4 @@
-"""Copies: contiguous, cast, gather_rows, concat, and copies between memories."""
+"""Copies: contiguous, cast, gather_rows, gather_columns, concat, and copies between memories."""
 
 from __future__ import annotations
 
@@ -59,6 +59,19 @@ def gather_rows(ctx: KernelContext) -> Launch:
     )
     kernel = _MODULE[f"gather_{x.dtype.nbytes}"]
     return Launch(kernel, (ctx.upper_bound(rows), ceil(x.width, _THREADS)), (_THREADS,), args)
+
+
+@BACKEND.kernel("gather_columns", layout={"x": ROWS}, dtypes={"x": "f32"})
+def gather_columns(ctx: KernelContext) -> Launch:
+    x, rows = ctx.x, ctx.x.meta.rows
+    args = (
+        x.address, x.row_stride, ctx.columns.address, ctx.out.address, ctx.live_address(rows),
+        x.width,
+    )  # fmt: skip
+    return Launch(
+        _MODULE["gather_columns"], rows_grid(ctx, x, _THREADS), (_THREADS,), args,
+        prefetches=[ctx.columns],
+    )  # fmt: skip
 
 
 @BACKEND.kernel("concat", layout={"a": ROWS, "b": ROWS}, dtypes={"a": "f32", "b": "f32"})

@@ -206,5 +206,4 @@ struct By256 {
 #include "formats_k_quants.cuh"
 #include "formats_iq4.cuh"
 #include "formats_microscaling.cuh"
-#include "formats_normal_float.cuh"
 #include "formats_rows.cuh"
