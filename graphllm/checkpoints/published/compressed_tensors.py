@@ -31,7 +31,7 @@ from .blocks import unpack
 from .module_patterns import ModulePatterns
 from .packed_linear import PackedLinear
 from .scaled_linear import BLOCK, CHANNEL, TENSOR, TILE, ScaledLinear
-from .settings import Settings
+from .settings import STATIC_SCALES, Settings
 from .stored_linear import StoredLinear, modules_with
 
 METHOD = "compressed-tensors"
@@ -158,6 +158,8 @@ def _scaled_group(
     targets: ModulePatterns, weights: Settings, activations: Settings, floats: bool
 ) -> _ScaledGroup:
     """Read weights of 8 bits with activations of 8 bits, which are quantised at run time."""
+    if not activations.one_of("dynamic", (True, False), False):
+        raise activations.error("dynamic", False, STATIC_SCALES)
     for keys in (weights, activations):
         keys.one_of("num_bits", (8,))
         keys.one_of("type", ("float" if floats else "int",))
@@ -174,7 +176,6 @@ def _scaled_group(
         weights.only("block_structure")
         activations.only("group_size")
     activations.one_of("strategy", ("group" if blocks else "token",))
-    activations.one_of("dynamic", (True,))
     activations.only("block_structure")
     activations.ignore(*_OBSERVER)
     activations.finish()

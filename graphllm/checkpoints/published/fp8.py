@@ -14,7 +14,7 @@ from ...errors import quote
 from ...formats.row_format import FP8_128
 from ...weights.safetensors import Safetensors
 from .scaled_linear import BLOCK, TILE, WEIGHT, ScaledLinear
-from .settings import Settings
+from .settings import STATIC_SCALES, Settings
 from .stored_linear import modules_with
 
 METHOD = "fp8"
@@ -28,7 +28,8 @@ class Scheme:
     def __init__(self, source: str, config: Mapping[str, Any]) -> None:
         keys = Settings(source, config)
         keys.only("quant_method", METHOD)
-        keys.one_of("activation_scheme", ("dynamic",))
+        if keys.one_of("activation_scheme", ("dynamic", "static")) == "static":
+            raise keys.error("activation_scheme", "static", STATIC_SCALES)
         keys.only("fmt", "e4m3")
         keys.one_of("weight_block_size", ([TILE, TILE],))
         keys.only("scale_fmt")  # ue8m0 would round the scales of activations to powers of 2

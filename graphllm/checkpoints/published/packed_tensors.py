@@ -42,11 +42,9 @@ class PackedTensors:
         both = next((n for n in self._linears if n in file.tensors and n not in replaced), None)
         if both is not None:
             raise ModelFileError(f"{file.path}: tensor {quote(both)}: stored packed as well")
-        self.orders = {
-            linear.name("weight"): linear.name("columns")
-            for linear in linears if linear.order is not None
-        }  # fmt: skip
-        self._ordered = {linear.name("columns"): linear for linear in linears}
+        ordered = [(linear, linear.order) for linear in linears if linear.order is not None]
+        self.orders = {linear.name("weight"): linear.name("columns") for linear, _ in ordered}
+        self._columns = {linear.name("columns"): order for linear, order in ordered}
         self._restored = 0
         self.tensors: dict[str, TensorInfo] = {}
         for name, info in file.tensors.items():
@@ -69,19 +67,16 @@ class PackedTensors:
 
     def readable(self, name: str) -> TensorInfo:
         """See `TensorFiles.readable`."""
-        if name in self.orders.values():
-            order = self._ordered[name].order
-            assert order is not None
+        order = self._columns.get(name)
+        if order is not None:
             return TensorInfo(name, order.shape, I32, order.nbytes, 0)
         packed = name in self._linears
         return self.tensors[name] if packed else self._file.readable(name)
 
     def raw(self, name: str) -> np.ndarray:
         """See `TensorFiles.raw`; a packed linear is repacked, and its stored pages released."""
-        if name in self.orders.values():
-            order = self._ordered[name].order
-            assert order is not None
-            return order.view(np.uint8).reshape(1, -1)
+        if name in self._columns:
+            return self._columns[name].view(np.uint8).reshape(1, -1)
         linear = self._linears.get(name)
         if linear is None:
             return self._file.raw(name)
@@ -99,7 +94,7 @@ class PackedTensors:
         lost precision as float16."""
         lines = []
         if self._restored:
-            text = "their groups are scattered columns, and they share their input with others"
+            text = "their groups are scattered columns, and their inputs cannot be reordered"
             lines.append(f"{self._restored} matrices are f16: {text}")
         found = [linear for linear in self._linears.values() if linear.inexact_scales]
         if not found:

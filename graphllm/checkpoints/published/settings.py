@@ -9,6 +9,8 @@ from typing import Any
 from ...errors import ConfigError, join_names, quote
 from ...model.keys import Keys
 
+# Why static scales of activations are refused.
+STATIC_SCALES = "kernels compute the scales of activations per token, not from stored input scales"
 GROUP = 32  # elements of a block: groups are whole blocks
 
 
