@@ -22,6 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
+import gpu_goals
 import gpu_models
 import numpy as np
 from gpu_shared import Lines, Model, ModelPart, Part, cuda, measure_ceilings, share
@@ -208,6 +209,7 @@ PARTS: dict[str, Part] = {
 }
 MODEL_PARTS: dict[str, ModelPart] = {
     "models": gpu_models.models,
+    "goals": gpu_goals.goals,
     "idle": gpu_models.idle,
     "batch": gpu_models.batch,
     "profile": gpu_models.profile,

@@ -45,12 +45,14 @@ from graphllm.profiler.roofline import cpu_name
 
 
 class Peer:
-    """llama.cpp with one sequence in its KV cache."""
+    """llama.cpp with one sequence in its KV cache. ``gpu_layers``: layers on the GPU; -1: all."""
 
-    def __init__(self, path: Path, threads: int, context: int, flash: bool) -> None:
+    def __init__(
+        self, path: Path, threads: int, context: int, flash: bool, gpu_layers: int = 0
+    ) -> None:
         self.llama = llama_cpp.Llama(
             str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads,
-            flash_attn=flash, verbose=False,
+            flash_attn=flash, n_gpu_layers=gpu_layers, verbose=False,
         )  # fmt: skip
         self._kept: list[int] = []  # prefix of the cache
 

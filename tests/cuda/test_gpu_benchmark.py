@@ -53,6 +53,7 @@ def gpu(monkeypatch, tmp_path):
     shape = ModelShape("llama", 2, 64, 4, 2, 96, 384, context=256)
     monkeypatch.setitem(SHAPES, "small", shape)
     import gpu
+    import gpu_goals
     import gpu_models
     import gpu_shared
 
@@ -60,7 +61,8 @@ def gpu(monkeypatch, tmp_path):
         gpu_shared, "measure_ceilings", lambda: ProbeResults(memory={"read": {1: 1e12}})
     )
     monkeypatch.setattr(gpu_shared, "memory_in_use", lambda: 123_000_000)
-    monkeypatch.setattr(gpu_models, "DECODE", Test(0, 12, 40))
+    for module in (gpu_models, gpu_goals):
+        monkeypatch.setattr(module, "DECODE", Test(0, 12, 40))
     monkeypatch.setattr(gpu_models, "PROMPT", Test(50, 0))
     for name, value in (("SEQUENCES", (2, 3)), ("DEPTH", 20), ("STEPS", 8)):
         monkeypatch.setattr(gpu_models, name, value)
@@ -78,6 +80,7 @@ def run(gpu, monkeypatch, *words: str) -> int:
     "part, wanted",
     [
         ("models", [r"small +f16 +tg12 @ d40 +[\d.]+ +\d+ GB/s +[\d.]+%", r"pp50 .* TFLOP/s"]),
+        ("goals", [r"small +f16 +tg12 @ d40 +[\d.]+ +0 +- ", r"llama.cpp was not measured: ."]),
         ("idle", [r"small +f16( +[\d.]+){2} +-?[\d.]+%( +[\d.]+){2} +\d+ GB/s"]),
         ("batch", [r"small +f16 +2( +[\d.]+){3} +\d+ GB/s +[\d.]+%", r"small +f16 +3 "]),
         ("profile", [r"linear f16 +\d+", r"all ops +[\d.]+", r"wall +[\d.]+ 100"]),
@@ -91,6 +94,22 @@ def test_parts_over_models(gpu, monkeypatch, capsys, part, wanted):
         assert re.search(pattern, shown), shown
     (kept,) = (gpu.ROOT / "benchmarks" / "results").iterdir()
     assert kept.read_text() == shown
+
+
+def test_llama_cpp_reads_the_same_weights(gpu, monkeypatch):
+    import gpu_goals
+
+    class Peer:
+        def __init__(self, path: Path, threads: int, context: int, **options: object) -> None:
+            assert path.stat().st_size > 64 * 384 and context >= 52 and options["gpu_layers"] == -1
+
+        def time_once(self, test: Test, tokens: list[int]) -> int:
+            assert len(tokens) == test.context
+            return test.tokens * 2_000_000
+
+    monkeypatch.setattr(gpu_goals, "find_peer", lambda: (Peer, ""))
+    (_, line) = gpu_goals.goals([MODEL])
+    assert line.split()[-1] == "500.0"
 
 
 def test_a_linear_of_few_tokens(gpu):
