@@ -102,6 +102,29 @@ def test_quantised_activations(kind):
     assert not wrong_ones("expert_linear", several(kind, x=x, bias=True))
 
 
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+def test_gemvs_that_quantize_have_the_bits_of_two_launches(kind):
+    """Rows of the pairs of one token, one of which has no expert, are quantised by each block."""
+    form = dtype(kind)
+    for rows, depth in ((33, 256), (130, 768), (7, 1024), (65, 96)):
+        if depth % form.block:
+            continue
+        rng = np.random.default_rng(depth)
+        raw = quantization.quantise(normal(rng, (5 * rows, depth)).astype(np.float32), form)
+        held = {"w": Blocks(raw.reshape(5, rows, -1), form, depth)}
+        w = weight("w", (5, rows, depth), kind)
+        x, ids = feed("x", (1, 3, depth), "f32"), feed("ids", (1, 3), "i32")
+        act = ops.quantise_act(x, dtype=activation_of(form).name)
+        both = {"y": ops.expert_linear(x, w, ids), "z": ops.expert_linear(act, w, ids)}
+        executor = GuardedExecutor(Arrays(held), ORDER)
+        plan = executor.compile(both)
+        assert [step.node.op for step in plan.steps].count("quantise_act") == 1
+        feeds = {"x": rng.standard_normal((1, 3, depth)).astype(np.float32)}
+        got = executor.run(plan, feeds | {"ids": np.array([[4, 0, 5]], np.int32)})
+        assert got["y"][0, :2].all() and np.isnan(got["y"][0, 2]).all()
+        assert np.array_equal(got["y"], got["z"], equal_nan=True), (rows, depth)
+
+
 @pytest.mark.parametrize("experts, k", [(1, 1), (3, 2), (130, 8), (600, 3)])
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_half_activations_are_exact(kind, experts, k):

@@ -122,6 +122,7 @@ def test_a_mixture_is_few_steps(name, paper):
         mixture = model.cfg.moe
         apart = mixture.shared_intermediate_size and not mixture.shared_gate
         assert had["combine_add"] == (0 if apart else layers)
+        assert had["norm_router"] == (0 if mixture.shared_intermediate_size else layers)
         assert not {"top_k", "pick", "sum_norm", "softmax"} & set(had)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ...formats import A8_32, A8_256
 from ...formats.activations import A8_ROW
 from ...formats.k_quants import Q4_K
@@ -16,17 +14,22 @@ from ...graph.dtype import F16, F32, I32, DType
 from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Samples, Users, get, grid
 from ...graph.tensor import Tensor
-from .norm import LAYOUTS, TOL, is_op, quantise_to, quantised_dtypes, row_arg, weight_arg
+from .norm import (
+    LAYOUTS,
+    TOL,
+    is_op,
+    quantise_to,
+    quantised_dtypes,
+    row_arg,
+    unit_rows,
+    weight_arg,
+)
 
 # --------------------------------------------------------------------------------------------- glu
 
 
-def _unit(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return rng.standard_normal(shape) / np.sqrt(shape[-1])
-
-
 def _matrix(n: int, k: int, kind: Any) -> Arg:
-    return Arg((n, k), kind, leaf="weight", make=_unit)
+    return Arg((n, k), kind, leaf="weight", make=unit_rows)
 
 
 def _act(k: int, kind: Any) -> Arg:
@@ -114,7 +117,7 @@ def _expert_sample(
     rows: int, format: tuple[DType, ...], bias: tuple[bool, bool], dtypes: tuple[str, ...],
     **attrs: Any,
 ) -> Sample:  # fmt: skip
-    weights = (Arg((5, 256, 256), kind, leaf="weight", make=_unit) for kind in format[1:])
+    weights = (Arg((5, 256, 256), kind, leaf="weight", make=unit_rows) for kind in format[1:])
     ids = Arg(("T", 2), I32, make=lambda rng, shape: rng.integers(0, 5, shape))
     biases = (Arg((5, 256), leaf="weight") if b else None for b in bias)
     args = (_act(256, format[0]), *weights, ids, *biases)

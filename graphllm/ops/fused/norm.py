@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...graph.dtype import DTYPES
 from ...graph.fused_op import fused_op
-from ...graph.op import Arg, Proposal, Sample, Users, get, grid
+from ...graph.op import Arg, Proposal, Rng, Sample, Users, get, grid
 from ...graph.tensor import Tensor
 
 LAYOUTS = ("contiguous", "strided")
@@ -31,6 +32,11 @@ def quantise_to(y: Tensor, dtypes: tuple[str, ...]) -> tuple[Tensor, ...]:
 
 def row_arg(width: int, layout: str = "contiguous") -> Arg:
     return Arg(("T", width), layout=layout)
+
+
+def unit_rows(rng: Rng, shape: tuple[int, ...]) -> Any:
+    """Return weights that keep the size of their products' results near one."""
+    return rng.standard_normal(shape) / shape[-1] ** 0.5
 
 
 def weight_arg(width: int) -> Arg:
@@ -104,6 +110,53 @@ def _propose_norm_add(node: Tensor, users: Users) -> Proposal | None:
 def norm_add(h: Tensor, w: Tensor, x: Tensor, *, eps: float) -> Any:
     """x + norm(h). h, x [T, D], w [D] -> [T, D]."""
     return get("add")(x, get("rms_norm")(h, w, eps=eps))
+
+
+def _propose_norm_router(node: Tensor, users: Users) -> Proposal | None:
+    norm, w, bias = node.src
+    if not is_op(norm, "rms_norm"):
+        return None
+    others = [u for u in users(norm) if u is not node]  # type: ignore[arg-type]
+    if any(u.op == "linear" for u in others):  # linears of one activation are fused with each other
+        return None
+    dtypes = tuple(u.attrs["dtype"] for u in others if u.op == "quantise_act")
+    if len(dtypes) < len(others):
+        dtypes = ("f32", *dtypes)
+    attrs = {"eps": norm.attrs["eps"], "dtypes": dtypes}  # type: ignore[union-attr]
+    return ((*norm.src, w, bias), attrs) if dtypes else None  # type: ignore[union-attr]
+
+
+@fused_op(
+    "norm_router",
+    anchor="linear",
+    propose=_propose_norm_router,
+    tol={"f32": 2e-5},
+    samples=grid(
+        lambda shape, kind, bias, layout, dtypes: Sample(
+            (
+                Arg((1, shape[1]), layout=layout), weight_arg(shape[1]),
+                Arg(shape, DTYPES[kind], leaf="weight", make=unit_rows),
+                weight_arg(shape[0]) if bias else None,
+            ),
+            {"eps": 1e-6, "dtypes": dtypes},
+        ),
+        shape=((3, 256), (130, 2304)),
+        kind=("f32", "f16", "bf16"),
+        bias=(False, True),
+        layout=("contiguous", "strided"),
+        dtypes=(("f32",), ("a8_256",), ("f32", "a8_32")),
+    ),
+)  # fmt: skip
+def norm_router(
+    h: Tensor, g: Tensor, w: Tensor, bias: Tensor | None = None, *, eps: float,
+    dtypes: tuple[str, ...],
+) -> Any:  # fmt: skip
+    """The norm before a mixture in each of ``dtypes``, f32 or quantised, and the router's logits.
+
+    h [T, D], g [D], w [E, D], bias [E] -> [T, D] each, [T, E].
+    """
+    norm = get("rms_norm")(h, g, eps=eps)
+    return (*quantise_to(norm, dtypes), get("linear")(norm, w, bias))
 
 
 def _propose_norm_quantise(node: Tensor, users: Users) -> Proposal | None:

@@ -123,55 +123,22 @@ __device__ __forceinline__ void soften(float* v, int count, int lane, int all, R
     for (int i = lane; i < count; i += all) v[i] /= total;
 }
 
-// The keys of `columns` values in the registers of a warp: lane l has those of columns l, l + 32, ..., in
-// descending order; of equal ones, the first column is first.
-template <int P> struct Ranking {
-    u32 keys[P];
-    int columns[P];
-
-    __device__ __forceinline__ void sort() {
-#pragma unroll
-        for (int round = 0; round < P; round++)
-#pragma unroll
-            for (int i = round % 2; i + 1 < P; i += 2) {
-                const bool swap = keys[i] < keys[i + 1];
-                const u32 key = swap ? keys[i + 1] : keys[i], other = swap ? keys[i] : keys[i + 1];
-                const int c = swap ? columns[i + 1] : columns[i], d = swap ? columns[i] : columns[i + 1];
-                keys[i] = key, keys[i + 1] = other, columns[i] = c, columns[i + 1] = d;
-            }
-    }
-
-    // Remove the largest key of the warp, and return its column.
-    __device__ __forceinline__ int next() {
-        const u32 most = warp_max(keys[0]);
-        u32 first = keys[0] == most ? ~(u32)columns[0] : 0;
-        const u32 lanes = __ballot_sync(FULL, first);
-        if (__popc(lanes) > 1) first = warp_max(first);  // equal keys in several lanes
-        const int column = __shfl_sync(FULL, ~(int)first, __ffs(lanes) - 1);
-        if (columns[0] == column) {
-#pragma unroll
-            for (int i = 0; i + 1 < P; i++) keys[i] = keys[i + 1], columns[i] = columns[i + 1];
-            keys[P - 1] = 0;
-        }
-        return column;
-    }
-};
-
-// `route` without groups of experts, for at most 32 P of them and at most 32 chosen ones. A warp computes
-// a row in its registers.
+// `route` without groups of experts, for at most 32 P of them and at most 32 chosen ones. A block of P warps
+// computes a row: each warp all scores, whose sums need no barrier then, and each thread the rank of one.
 template <int P>
 __device__ __forceinline__ void route_row(const u8* x, i64 stride, const float* bias, u8* ids,
                                           u8* weights, i64 ids_stride, i64 weights_stride,
                                           const i64* live, int columns, int k, int score,
                                           int normalised, float eps, float factor) {
-    const int lane = threadIdx.x;
-    float own[P], v[P], top = -INFINITE, total = 0;
-#pragma unroll
-    for (int i = 0; i < P; i++)
-        own[i] = bias && lane + WARP * i < columns ? bias[lane + WARP * i] : 0.f;
+    __shared__ u64 keys[WARP * P];
+    __shared__ int chosen_ids[WARP];
+    __shared__ float chosen_scores[WARP];
+    const int lane = threadIdx.x % WARP, own = threadIdx.x;
+    const float correction = bias && own < columns ? bias[own] : 0.f;
     const i64 rows = begin(live);
     if (blockIdx.x >= rows) return;
     const float* from = (const float*)(x + blockIdx.x * stride);
+    float v[P], top = -INFINITE, total = 0, mine = 0;
 #pragma unroll
     for (int i = 0; i < P; i++)
         v[i] = lane + WARP * i < columns ? from[lane + WARP * i] : -INFINITE;
@@ -191,26 +158,21 @@ __device__ __forceinline__ void route_row(const u8* x, i64 stride, const float* 
 #pragma unroll
         for (int i = 0; i < P; i++) v[i] /= total;
     }
-    Ranking<P> ranking;
 #pragma unroll
-    for (int i = 0; i < P; i++) {
-        ranking.columns[i] = lane + WARP * i;
-        ranking.keys[i] = lane + WARP * i < columns ? key_of(bias ? v[i] + own[i] : v[i]) : 0;
-    }
-    ranking.sort();
-    int mine = 0;  // lane j keeps choice j
-#pragma unroll 1
-    for (int j = 0; j < k; j++) {
-        const int column = ranking.next();
-        if (lane == j) mine = column;
-    }
-    float chosen = 0;
-#pragma unroll
-    for (int i = 0; i < P; i++) {
-        const float other = __shfl_sync(FULL, v[i], mine % WARP);
-        if (mine / WARP == i) chosen = other;
-    }
+    for (int i = 0; i < P; i++)
+        if (own == lane + WARP * i) mine = v[i];
+    // Of equal scores the first one is larger. Keys of columns that do not exist are zero.
+    const u64 key = own < columns ? (u64)key_of(bias ? mine + correction : mine) << 32 | ~(u32)own : 0;
+    keys[own] = key;
+    __syncthreads();
+    int rank = 0;
+#pragma unroll 16
+    for (int i = 0; i < WARP * P; i++) rank += keys[i] > key;
+    if (rank < k) chosen_ids[rank] = own, chosen_scores[rank] = mine;
+    __syncthreads();
+    if (own >= WARP) return;
     const bool live_lane = lane < k;
+    float chosen = live_lane ? chosen_scores[lane] : 0.f;
     if (score == CHOSEN) {
         top = warp_max(live_lane ? chosen : -INFINITE);
         chosen = live_lane ? expf(chosen - top) : 0.f;
@@ -218,7 +180,7 @@ __device__ __forceinline__ void route_row(const u8* x, i64 stride, const float* 
     }
     total = normalised ? warp_sum(live_lane ? chosen : 0.f) + eps : 1.f;
     if (!live_lane) return;
-    ((int*)(ids + blockIdx.x * ids_stride))[lane] = mine;
+    ((int*)(ids + blockIdx.x * ids_stride))[lane] = chosen_ids[lane];
     ((float*)(weights + blockIdx.x * weights_stride))[lane] = chosen / total * factor;
 }
 

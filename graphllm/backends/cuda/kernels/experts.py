@@ -41,6 +41,7 @@ from .weight_packing import INTEGERS, PACK, QUANTISED, item_elements
 
 _MODULE = module("experts")
 _THREADS = 256
+_MAX_FLOAT_DEPTH = 1024  # MOST_FLOATS of quantize.cuh
 _EXPERTS = ArgumentStruct("experts.cuh", "Experts")
 
 # ----------------------------------------------------------------------------------------- routing
@@ -103,21 +104,29 @@ _TILES = {
     ("q4_k", True): (2, 1, 6),
     ("q4_k", False): (4, 1, 0),
     ("q6_k", False): (4, 1, 0),
+    ("mxfp4", True): (4, 1, 6),
     ("mxfp4", False): (3, 1, 0),
 }
+# Likewise, for products that quantize their rows: few blocks, of which most run at once.
+_FLOAT_TILES = {"q4_k": (8, 1, 4), "q6_k": (4, 1, 5)}
 
 
-def _tile(name: str, integer: bool, gated: bool) -> tuple[int, int, int]:
+def _tile(name: str, integer: bool, gated: bool, floats: bool = False) -> tuple[int, int, int]:
     """(rows of a warp, items of each row in flight, blocks of a multiprocessor)."""
     default = (*default_tile(name, integer, 1, gated), 0)
+    if floats and name in _FLOAT_TILES:
+        return _FLOAT_TILES[name]
     return _TILES.get((name, gated), default) if integer else default
 
 
-def _gemv_module(name: str, integer: bool, halves: int = 0, gated: bool = False) -> Module:
-    rows, depth, resident = _tile(name, integer, gated)
+def _gemv_module(
+    name: str, integer: bool, halves: int = 0, gated: bool = False, floats: bool = False
+) -> Module:
+    rows, depth, resident = _tile(name, integer, gated, floats)
     return module(
         "experts_gemv", FORMAT=name.upper(), INTEGER=int(integer), HALVES=halves, ROWS=rows,
         DEPTH=depth, NEXT=default_next(name), GATED=int(gated), RESIDENT=resident,
+        FLOATS=int(floats),
     )  # fmt: skip
 
 
@@ -172,13 +181,15 @@ def _gemv(ctx: KernelContext, arg: bytes, ids: OperandRef | None, gate: Gate | N
     if name in PLAIN and (depth % item_elements(dtype(name)) or not rows_aligned(x, 16)):
         grid = (pairs, ceil(n, WARPS))
         return Launch(_unaligned_kernel(name), grid, threads, (arg,), triggers_after_wait=True)
-    integer = x.dtype.quantised
-    rows, *_ = _tile(name, integer, gated)
-    kernel = _gemv_module(name, integer, halves, gated)[
-        "unaligned" if integer and not rows_aligned(x, 16) else "aligned"
+    floats = _quantises_itself(x.meta, ctx.w.meta, ctx.device.options)
+    integer = x.dtype.quantised or floats
+    rows, *_ = _tile(name, integer, gated, floats)
+    kernel = _gemv_module(name, integer, halves, gated, floats)[
+        "unaligned" if x.dtype.quantised and not rows_aligned(x, 16) else "aligned"
     ]
     return Launch(
         kernel, (pairs, ceil(n, WARPS * rows)), threads, (arg,),
+        activation_of(dtype(name)).row_nbytes(depth) if floats else 0,
         triggers_after_wait=ids is not None, prefetches=[ctx.w, *([gate.w] if gate else [])],
     )  # fmt: skip
 
@@ -229,6 +240,11 @@ def workspace_nbytes(node: Tensor, options: Options) -> int:
     return aligned(groups) + aligned(floats.nbytes)
 
 
+def floats_aligned(x: Meta) -> bool:
+    """Whether all rows are aligned to 16 bytes."""
+    return not any(at % 16 for at in (x.offset, *x.strides[:-1]))
+
+
 def dtype_mismatch(node: Tensor, options: Options) -> str | None:
     """Why the weight does not match the activation as `_lower` leaves it; None if it does."""
     x, w = node.sources[:2]
@@ -240,9 +256,22 @@ def dtype_mismatch(node: Tensor, options: Options) -> str | None:
     return None if fits else f"x is {x.dtype}, w {w.dtype}"
 
 
+def _quantises_itself(x: Meta, w: Meta, options: Options) -> bool:
+    """Whether the GEMV quantizes float32 rows of its own for each pair of one token.
+
+    Each block quantizes the row of its pair, which is faster than a launch for all rows.
+    """
+    alone = KernelContext.upper_bound(x.rows) == 1 and not options.deterministic
+    wanted = options.linear != "float" and w.dtype.name in PLANES
+    fits = len(x.shape) == 3 and int(w.shape[-1]) <= _MAX_FLOAT_DEPTH  # type: ignore[arg-type]
+    return x.dtype == F32 and wanted and alone and fits and floats_aligned(x)
+
+
 def _lower(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     x, w, *rest = node.src
     assert x is not None and w is not None
+    if _quantises_itself(x.meta, w.meta, options):
+        return node.src
     own = w.dtype.name in ROW_FORMATS and options.linear != "float"
     few = own or few_pairs(node, options)
     return (lower_activation(x, w, few, options), w, *rest)
@@ -281,6 +310,8 @@ def _all_instances() -> None:
     for gated in (False, True):
         for name in INTEGERS:
             _gemv_module(name, True, 0, gated)
+            if not gated:
+                _gemv_module(name, True, floats=True)
         for name in QUANTISED:
             _gemv_module(name, False, 0, gated)
             _gemv_module(name, False, HALVES["f16"], gated)

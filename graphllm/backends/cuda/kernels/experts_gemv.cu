@@ -2,7 +2,8 @@
 // one token. Pairs are adjacent in the grid, so pairs of one expert find its rows in the L2 cache.
 //
 // FORMAT: a struct of formats.cuh or of dot.cuh. INTEGER: int8 activations, else float32, or
-// HALVES. ROWS, DEPTH, NEXT, RESIDENT: as in gemv.cu. GATED: act(first) * second of two matrices.
+// HALVES. ROWS, DEPTH, NEXT, RESIDENT: as in gemv.cu. GATED: act(first) * second of two matrices. FLOATS:
+// with INTEGER, the activations are float32, which each block quantizes in shared memory.
 
 #define LONE 1
 #include "dot.cuh"
@@ -67,8 +68,16 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
     if (NEXT == 1 && !e.ids) launch_next();
     if (!e.ids) wait_for_previous();
     if (e.ids && e.ids_ready) wait_and_launch_next(NEXT < 2);
-    if (!useful) return;
+#if FLOATS
+    DYNAMIC_SHARED(uint4, staged);
+    const u8* x = (const u8*)staged;
+    if (pair / e.each < tokens)
+        quantise_row<FORMAT::BLOCK>((const float*)row_of(e, pair), (u8*)staged, e.depth);
+    __syncthreads();
+#else
     const u8* x = row_of(e, pair);
+#endif
+    if (!useful) return;
     float sums[STREAMS][ROWS] = {};
     typedef Activations<FORMAT> Row;
     RowPlace place_x = Row::place(x, e.depth, lane);
@@ -111,7 +120,7 @@ extern "C" __global__ void BOUNDS aligned(Experts e TIMESTAMPS) {
     multiply<true>(e);
 }
 
-#if INTEGER
+#if INTEGER && !FLOATS
 extern "C" __global__ void BOUNDS unaligned(Experts e TIMESTAMPS) {
     RECORD_TIMESTAMPS
     multiply<false>(e);

@@ -12,19 +12,27 @@ from ... import ROWS, Options
 from ...kernel_context import address
 from .. import BACKEND
 from ..runtime.device import KernelContext
-from ..runtime.source import module
-from ..runtime.work import Launch
+from ..runtime.source import Module, module
+from ..runtime.work import Launch, ceil
 from .elementwise import ACTIVATIONS
-from .experts import Gate, combine_launch, dtype_mismatch, expert_products, workspace_nbytes
+from .experts import (
+    Gate,
+    combine_launch,
+    dtype_mismatch,
+    expert_products,
+    floats_aligned,
+    workspace_nbytes,
+)
 from .fused_norm import two_at_most
 from .gemm import PLAIN
-from .quantize import HALVES, quantise
+from .quantize import HALVES, has_row_scales, quantise, targets
 from .weight_packing import PACK, QUANTISED
 
 Build = Callable[[KernelContext], list[Launch]]
 _CLAMPED = -1  # CLAMPED of experts.cuh
 _EXPERTS = module("experts")
-_ROUTE_COLUMNS = (1, 2, 4, 8)  # columns of a lane in the kernels that choose in registers
+_MOST_EXPERTS, _ROUTER_ITEMS = 256, (4, 8, 16)  # of norm_router.cu
+_ROUTE_WARPS = (1, 2, 4, 8)  # of the kernels that rank all experts at once
 _SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}  # enum Score of experts.cu
 
 
@@ -38,10 +46,10 @@ def route(ctx: KernelContext) -> Launch:
     )  # fmt: skip
     scale = (_SCORES[a["score"]], int(normalised), float(a["eps"] or 0), float(a["factor"]))
     grid = (ctx.upper_bound(x.meta.rows),)
-    each = next((p for p in _ROUTE_COLUMNS if x.width <= 32 * p), None)
+    each = next((p for p in _ROUTE_WARPS if x.width <= 32 * p), None)
     if each and a["groups"] == 1 and a["k"] <= min(32, x.width):
         kernel, known = _EXPERTS[f"route_{each}"], [bias] if bias else []
-        return Launch(kernel, grid, (32,), (*rows, *scale), prefetches=known)
+        return Launch(kernel, grid, (32 * each,), (*rows, *scale), prefetches=known)
     args = (*rows, a["groups"], a["top_groups"], a["top_per_group"], *scale)
     shared = 4 * (2 * x.width + a["groups"] + a["k"])
     return Launch(_EXPERTS["route"], grid, (32 * min(8, a["groups"]),), args, shared)
@@ -62,8 +70,7 @@ def _when(node: Tensor, options: Options) -> str | None:
         return f"w is {w.meta}, w2 {w2.meta}"
     columns = int(w.shape[2])  # type: ignore[arg-type]
     depth = w.dtype.row_nbytes(columns) if w.dtype.name in PLAIN else 0
-    vectors = () if x.dtype.quantised else (x.meta.offset, *x.meta.strides[:-1])
-    if any(at % 16 for at in (depth, *vectors)):
+    if depth % 16 or not (x.dtype.quantised or floats_aligned(x.meta)):
         return "rows are not aligned to 16 bytes"
     return dtype_mismatch(node, options) or two_at_most(node, options)
 
@@ -120,3 +127,43 @@ def expert_clamped(ctx: KernelContext) -> list[Launch]:
 )  # fmt: skip
 def combine_add(ctx: KernelContext) -> Launch:
     return combine_launch(ctx, ctx.r)
+
+
+def _few_products(node: Tensor, options: Options) -> str | None:
+    """The kernel of norm_router has a block per row of the router, for one token."""
+    h, _, w = node.sources[:3]
+    experts, width = map(int, w.meta.bound().shape)  # type: ignore[arg-type]
+    if KernelContext.upper_bound(h.meta.rows) > 1 or options.deterministic:
+        return "several tokens"
+    if experts > _MOST_EXPERTS or width % 4 or width > 512 * _ROUTER_ITEMS[-1]:
+        return f"{experts} rows of {width}"
+    if not floats_aligned(h.meta) or has_row_scales(*node.attrs["dtypes"]):
+        return "rows are not aligned to 16 bytes, or need a scale"
+    return two_at_most(node, options)
+
+
+def _router_module(kind: str, items: int) -> Module:
+    return module("norm_router", HALVES=HALVES.get(kind, 0), ITEMS=items)
+
+
+@BACKEND.kernel(
+    "norm_router", layout={"h": ROWS}, when=_few_products,
+    dtypes={"h": "f32", "g": "f32", "w": PLAIN, "bias": "f32"},
+)  # fmt: skip
+def norm_router(ctx: KernelContext) -> Launch:
+    *forms, logits = ctx.results
+    experts, width = ctx.w.meta.shape
+    items = next(n for n in _ROUTER_ITEMS if width <= 512 * n)
+    args = (
+        ctx.h.address, ctx.g.address, targets(forms), ctx.w.address, address(ctx.op("bias")),
+        logits.address, ctx.live_address(ctx.h.meta.rows), width, experts, float(ctx.attrs["eps"]),
+    )  # fmt: skip
+    known = [ref for ref in (ctx.g, ctx.w, ctx.op("bias")) if ref is not None]
+    grid = (experts + ceil(width, 1024),)
+    kernel = _router_module(ctx.w.dtype.name, items)["norm_router"]
+    return Launch(kernel, grid, (128,), args, prefetches=known)
+
+
+for _kind in PLAIN:
+    for _items in _ROUTER_ITEMS:
+        _router_module(_kind, _items)  # so that tests compile every module

@@ -13,6 +13,7 @@ from .gemm import PLAIN
 
 _DEEP = 8192  # depth from which on a warp takes several iterations for a row
 _LEAST = 4096  # depth below which some formats have shapes of their own
+_BUSY = 20  # warps that keep a multiprocessor busy
 DEPTHS = (0, _LEAST, _DEEP)  # includes a depth for each shape of every format
 
 
@@ -20,7 +21,7 @@ DEPTHS = (0, _LEAST, _DEEP)  # includes a depth for each shape of every format
 class Shape:
     """Values of the macros of gemv.cu, by their names in lower case.
 
-    ``split`` allows several warps to share a row (SHARED_BY) where a matrix has few rows.
+    ``split``: warps of a multiprocessor below which several warps share a row (SHARED_BY).
     """
 
     rows: int
@@ -30,7 +31,7 @@ class Shape:
     ahead: bool = False
     staged: bool = False
     resident: int = 1
-    split: bool = False
+    split: int = 0
 
 
 _GATED, _GATED_SHALLOW = "gated", "gated shallow"
@@ -40,19 +41,19 @@ _LESS_DEEP = {_GATED: _GATED_SHALLOW, _SHALLOW: _SHALLOWEST}
 _SHAPES = {
     ("f16", _GATED): Shape(2, 1, 2, ahead=True),
     ("f16", _GATED_SHALLOW): Shape(4, 1, 1, ahead=True),
-    ("f16", _SHALLOW): Shape(4, 1, 1, split=True),
+    ("f16", _SHALLOW): Shape(4, 1, 1, split=_BUSY),
     ("q8_0", _GATED): Shape(1, 4, 1, staged=True),
-    ("q8_0", _SHALLOWEST): Shape(1, 2, 1, split=True),
-    ("q8_0", _SHALLOW): Shape(1, 4, 1, split=True),
+    ("q8_0", _SHALLOWEST): Shape(1, 2, 1, split=_BUSY),
+    ("q8_0", _SHALLOW): Shape(1, 4, 1, split=_BUSY),
     ("q8_0", _DEEPER): Shape(2, 4, 1, warps=8, staged=True),
     ("q4_0", _GATED): Shape(2, 1, 1, staged=True),
     ("q4_0", _SHALLOW): Shape(2, 2, 1),
     ("q4_0", _DEEPER): Shape(1, 2, 1, ahead=True),
     ("q4_k", _GATED): Shape(2, 1, 1, staged=True),
-    ("q4_k", _SHALLOW): Shape(2, 2, 0, staged=True),
+    ("q4_k", _SHALLOW): Shape(2, 2, 0, staged=True, split=12),
     ("q4_k", _DEEPER): Shape(2, 2, 0, warps=8, staged=True),
     ("q6_k", _SHALLOWEST): Shape(2, 2, 1),
-    ("q6_k", _SHALLOW): Shape(2, 1, 1, ahead=True, split=True),
+    ("q6_k", _SHALLOW): Shape(2, 1, 1, ahead=True, split=_BUSY),
     ("q6_k", _DEEPER): Shape(2, 2, 1, warps=8),
 }
 
@@ -70,7 +71,9 @@ def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Sha
     rows, depth = default_tile(name, integer, tokens, gated)
     if tokens > 1:
         return Shape(rows, depth, 0)
-    default = Shape(rows, depth, default_next(name), split=name in PLAIN and not gated)
+    default = Shape(
+        rows, depth, default_next(name), split=_BUSY if name in PLAIN and not gated else 0
+    )
     if not integer and name not in ("f16", "bf16"):
         return default
     same = _SAME.get(name, name)

@@ -41,7 +41,7 @@ MAX_F32_TOKENS = 8  # tokens up to which float32 weights are multiplied by gemv.
 _NARROW_F32 = (256, 64)  # rows up to which it multiplies more tokens: routers of mixtures
 MAX_FLOAT_TOKENS = 16  # tokens up to which block weights multiply float32 activations
 WARPS = 4  # of a block of gemv_unaligned.cu and experts_gemv.cu
-_WARPS_PER_ROW, _BUSY_WARPS = (1, 2, 4), 20  # choices; warps that keep a multiprocessor busy
+_WARPS_PER_ROW = (1, 2, 4)  # choices
 _GEMV_TOKENS = (1, 2, 4, 8)  # tokens that a GEMV kernel takes at a time
 
 
@@ -102,7 +102,7 @@ def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
     own = jobs[:1] if gated else jobs
     groups = sum(ceil(job.rows, shape.rows) for job in own)
     items = k // item_elements(w.dtype)
-    shared = _warps_per_row(groups, items, shape.depth, ctx) if shape.split else 1
+    shared = _warps_per_row(groups, items, shape, ctx) if shape.split else 1
     kernel = _gemv_kernel(name, x.dtype != F32, shape, tokens, gated, shared)
     args.append(act)
     grid = (ceil(groups, shape.warps // shared), ceil(most, tokens))
@@ -110,18 +110,18 @@ def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
     return Launch(kernel, grid, (32 * shape.warps,), args, staged, prefetches=weights)
 
 
-def _warps_per_row(groups: int, items: int, depth: int, ctx: KernelContext) -> int:
+def _warps_per_row(groups: int, items: int, shape: Shape, ctx: KernelContext) -> int:
     """Number of warps that share the depth of a group of rows: enough to keep the GPU busy.
 
     Args:
         groups: groups of rows, one for each warp if none is shared.
         items: items of a row.
-        depth: items of a row that a thread loads at a time.
+        shape: how a matrix is divided if no row is shared.
         ctx: the step.
     """
-    wanted = _BUSY_WARPS * ctx.device.gpu.processors
+    wanted = shape.split * ctx.device.gpu.processors
     return next(
-        (n for n in _WARPS_PER_ROW if groups * n >= wanted or items < 64 * depth * n),
+        (n for n in _WARPS_PER_ROW if groups * n >= wanted or items < 64 * shape.depth * n),
         _WARPS_PER_ROW[-1],
     )
 

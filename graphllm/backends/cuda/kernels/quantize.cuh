@@ -224,3 +224,18 @@ __device__ __forceinline__ void emit(const float* v, const Targets& targets, i64
     for (int i = 0; i < targets.count; i++)
         emit_to<N>(v, i ? targets.t[1] : targets.t[0], row, line, first, width);
 }
+
+#define MOST_FLOATS 1024  // depth up to which a GEMV quantizes float32 activations itself
+
+// Store a row of at most MOST_FLOATS float32 as int8 in blocks of BLOCK, 32 or 256, by the four warps of a
+// block, of which each has one unit.
+template <int BLOCK> __device__ __forceinline__ void quantise_row(const float* row, u8* to, int width) {
+    const int unit = threadIdx.x / WARP * 256;
+    if (unit >= width) return;
+    float v[8];
+    load_floats(v, row, unit + 8 * (threadIdx.x % WARP), width);
+    if (BLOCK == 32)
+        emit_32(v, to, unit, width);
+    else
+        emit_256(v, to, unit, width);
+}
