@@ -102,7 +102,7 @@ def test_quantised_activations(kind):
     assert not wrong_ones("expert_linear", several(kind, x=x, bias=True))
 
 
-@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+@pytest.mark.parametrize("kind", INTEGER_BLOCKS)
 def test_gemvs_that_quantize_have_the_bits_of_two_launches(kind):
     """Rows of the pairs of one token, one of which has no expert, are quantised by each block."""
     form = dtype(kind)

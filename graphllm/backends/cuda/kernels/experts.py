@@ -262,7 +262,7 @@ def _quantises_itself(x: Meta, w: Meta, options: Options) -> bool:
     Each block quantizes the row of its pair, which is faster than a launch for all rows.
     """
     alone = KernelContext.upper_bound(x.rows) == 1 and not options.deterministic
-    wanted = options.linear != "float" and w.dtype.name in PLANES
+    wanted = options.linear != "float" and w.dtype.name in INTEGERS
     fits = len(x.shape) == 3 and int(w.shape[-1]) <= _MAX_FLOAT_DEPTH  # type: ignore[arg-type]
     return x.dtype == F32 and wanted and alone and fits and floats_aligned(x)
 
