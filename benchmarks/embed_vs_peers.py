@@ -53,7 +53,7 @@ def ragged_texts(model: EmbeddingModel, count: int) -> list[str]:
 def fastest(name: str, by_batch: Mapping[int, Embed], texts: list[str]) -> Embed:
     """The function of the batch size with the smallest of two times."""
     seconds = {
-        size: min(seconds_of(lambda: embed(texts)) for _ in range(2))
+        size: min(seconds_of(lambda embed=embed: embed(texts)) for _ in range(2))
         for size, embed in by_batch.items()
     }
     best = min(seconds, key=lambda size: seconds[size])
@@ -108,7 +108,7 @@ def export_onnx(path: Path, target: Path) -> None:
     torch.onnx.export(
         encoder, (ids, ids, 0 * ids), str(target), dynamo=False, opset_version=17,
         input_names=names, output_names=["hidden"],
-        dynamic_axes={name: sizes for name in (*names, "hidden")},
+        dynamic_axes=dict.fromkeys((*names, "hidden"), sizes),
     )  # fmt: skip
     config = encoder.model.config
     optimizer.optimize_model(

@@ -106,6 +106,35 @@ def test_logits(name, variant, device, tmp_path):
             assert not llm.misses()
 
 
+def test_ctranslate2_gives_the_same_answers(tmp_path):
+    """A conversion of T5, which knows tokens by their texts, greedy and with beams."""
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    import transformers
+
+    from_transformers(tmp_path, "T5Tokenizer")
+    texts = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    write(tmp_path, "t5", vocab_size=len(texts))
+    converted = str(tmp_path / "ctranslate2")
+    ctranslate2.converters.TransformersConverter(str(tmp_path)).convert(converted)
+    translator = ctranslate2.Translator(converted, device="cpu", intra_threads=1)
+    given = sources("t5")
+    with load(tmp_path) as llm:
+        for own, other in (
+            ({"temperature": 0}, {"beam_size": 1}),
+            ({"beams": 4}, {"beam_size": 4}),
+            ({"beams": 5, "length_penalty": 0.3}, {"beam_size": 5, "length_penalty": 0.3}),
+        ):
+            found = translator.translate_batch(
+                [texts.convert_ids_to_tokens(ids) for ids in given],
+                max_decoding_length=NEW,
+                **other,
+            )
+            want = [texts.convert_tokens_to_ids(done.hypotheses[0]) for done in found]
+            have = [done.ids for done in llm.generate(given, max_tokens=NEW, **own)]
+            assert have == want, own
+            assert len({tuple(ids) for ids in have}) > 5  # they differ by source
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("kv_type", ["f32", "f16"])
 def test_greedy_decoding_and_beam_search_on_cuda(kv_type, tmp_path):
