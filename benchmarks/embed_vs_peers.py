@@ -13,9 +13,9 @@ optimizer for BERT, and int8 is its own dynamic quantisation. The fastest of sev
 counts for each.
 
 ``--padded``: this project's encoder on sequences of 1 to 128 tokens, and on as many of 128 tokens,
-which is what padding would compute; the FLOPs of the profile are compared with those of the tokens.
+which is what padding would compute.
 
-An instruction set for all: NUMBA_CPU_NAME=haswell for this project, ATEN_CPU_CAPABILITY=avx2,
+AVX2 alone: NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES= for this project, ATEN_CPU_CAPABILITY=avx2,
 ONEDNN_MAX_CPU_ISA=AVX2 and MKL_ENABLE_INSTRUCTIONS=AVX2 for torch. ONNX Runtime cannot be limited.
 """
 
@@ -180,17 +180,6 @@ def compare_with_peers(model: EmbeddingModel, path: Path, opts: argparse.Namespa
 
 
 # ------------------------------------------------------------------------------------------ padded
-
-
-def encoder_flops(model: EmbeddingModel, lengths: list[int]) -> float:
-    """Operations of the linears and of attention, for the given numbers of tokens."""
-    cfg = model.encoder.cfg
-    matrices = sum(
-        weight.meta.size for name, weight in model.weights.items() if weight.meta.ndim == 2
-    )
-    return 2.0 * (
-        sum(lengths) * matrices + 2 * cfg.n_layers * cfg.dim * sum(n * n for n in lengths)
-    )
 
 
 def compare_with_padded(model: EmbeddingModel, opts: argparse.Namespace) -> None:

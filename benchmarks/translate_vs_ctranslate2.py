@@ -7,7 +7,7 @@ Weights are random and multiplied as int8 by both: q8_0 here, CTranslate2's own 
 have 1 to 60 tokens, all answers the same number of tokens. CTranslate2 sorts the sources by length;
 the fastest of several batch sizes counts. See `paired_rounds` for pairs and ratios.
 
-For AVX2 alone: NUMBA_CPU_NAME=haswell and CT2_FORCE_CPU_ISA=AVX2.
+For AVX2 alone: NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES= and CT2_FORCE_CPU_ISA=AVX2.
 """
 
 from __future__ import annotations
