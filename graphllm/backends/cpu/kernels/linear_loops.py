@@ -11,7 +11,13 @@ from ..runtime.jit import helper, i64s
 from ..simd.emitter import VECTOR
 from .amx_operands import CHUNK_BYTES, GROUP_PANEL
 from .linear_amx import GROUP_RESULTS, PAIR_GROUPS, PAIR_TOKENS, WIDE_TOKENS
-from .linear_float import FLOAT_CHUNK
+from .linear_float import (
+    FLOAT_CHUNK,
+    FLOAT_PANEL,
+    FLOAT_ROW,
+    WIDE_FLOAT_GROUPS,
+    WIDE_FLOAT_TOKENS,
+)
 from .linear_integer import CHUNK, PANEL
 from .linear_microkernels import (
     amx_configure,
@@ -22,6 +28,8 @@ from .linear_microkernels import (
     fused,
     fused_float,
     gather,
+    gather_floats,
+    gathered_float_tile,
     gathered_tiles,
     gathered_unpack,
     tile,
@@ -42,6 +50,8 @@ from .token_tiles import (
     token_tiles,
     zero_results,
 )
+
+_WIDE_FLOATS = WIDE_TOKENS // WIDE_FLOAT_TOKENS * WIDE_FLOAT_TOKENS  # tokens of a pass
 
 
 def _integer(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
@@ -177,6 +187,8 @@ def make_wide_loops(name: str, floating: bool) -> WideLoops:
     """Make the loops for many tokens; on targets without them, a function that is never called."""
     if name in ROW_FORMATS:
         return make_wide_row_loops(name, floating)
+    if floating and isa().avx512 and FORMATS[name].block <= FLOAT_CHUNK:
+        return _gathered_floats(name)
     if not floating and isa().amx:
         return _amx(name)
     if not floating and isa().avx2 and not isa().avx512 and not isa().vnni:
@@ -211,6 +223,40 @@ def _gathered(name: str) -> WideLoops:
                 gathered_tiles(code, panel, size, space, count, to, ahead)
 
     return WideLoops(gemm, records + PANEL_BYTES, MOST_TOKENS, least, TILE_TOKENS, 1)
+
+
+def _gathered_floats(name: str) -> WideLoops:
+    """`make_wide_loops` for float activations on AVX-512: see `linear_float.gathered_tile`."""
+    form, by, most = FORMATS[name], WIDE_FLOAT_GROUPS, _WIDE_FLOATS
+    code, block, nbytes, unit = form.code, form.block, form.nbytes, WIDE_FLOAT_TOKENS
+    chunk_bytes, rows_bytes = FLOAT_CHUNK // block * nbytes, most * FLOAT_ROW
+    lines = -(-chunk_bytes // VECTOR * unit // most)  # that a tile prefetches of each group
+
+    @helper
+    def gemm(w, g, last, x, rows, k, space, c, count):
+        panel, row = space + rows_bytes, k // block * nbytes
+        for at in range(0, k, FLOAT_CHUNK):
+            size, offset = min(FLOAT_CHUNK, k - at), at // block * nbytes
+            gather_floats(x + 4 * at, rows, count, size, space)
+            for first in range(g, last, by):
+                to = c + (first - g) * GROUP_RESULTS
+                for i in range(by):  # the last group may be read twice
+                    source = w + min(first + i, last - 1) * row + offset
+                    unpack_float(code, source, panel + i * FLOAT_PANEL, size // block)
+                    if at == 0:
+                        zero_results(
+                            to + i * GROUP_RESULTS, (count + unit - 1) // unit * unit * VECTOR
+                        )
+                ahead = w + (first + by) * row + offset
+                if first + by >= last:
+                    ahead = w + g * row + offset + chunk_bytes
+                for t in range(0, count, unit):
+                    gathered_float_tile(
+                        lines, panel, size, space + t * FLOAT_ROW, to + t * VECTOR, GROUP_RESULTS,
+                        ahead + t // unit * lines * VECTOR, row,
+                    )  # fmt: skip
+
+    return WideLoops(gemm, rows_bytes + by * FLOAT_PANEL, most, 2 * unit, unit, 8)
 
 
 def _amx(name: str) -> WideLoops:

@@ -140,6 +140,18 @@ def tile_float(
 
 
 @intrinsic(prefer_literal=True)
+def gather_floats(typingctx, x, rows, count, columns, to):
+    """Copy columns of ``count`` tokens' float activations for `gathered_float_tile`."""
+    return _emitted((), 5, linear_float.gather)
+
+
+@intrinsic(prefer_literal=True)
+def gathered_float_tile(typingctx, lines, panel, columns, x, c, pitch, ahead, step):
+    """c += panels times gathered float activations; ``lines`` of each group are prefetched."""
+    return _emitted((lines,), 7, linear_float.gathered_tile)
+
+
+@intrinsic(prefer_literal=True)
 def fused_float(typingctx, fmt, w, columns, x, c):
     """c += at most a chunk of columns of a plain format times one token's float activations."""
     return _emitted((fmt,), 4, linear_float.fused)

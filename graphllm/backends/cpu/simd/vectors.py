@@ -78,6 +78,14 @@ class VectorBuilder:
     def set(self, variable: Value, value: Value) -> None:
         self.b.store(value, variable)
 
+    def keep_order(self) -> None:
+        """Keep loads and stores before this place before those after it; emits no instruction.
+
+        LLVM would begin an unrolled loop with all of its loads, and spill them.
+        """
+        kind = ir.FunctionType(ir.VoidType(), [])
+        self.b.call(ir.InlineAsm(kind, "", "~{memory}", side_effect=True), [])
+
     # -- memory
     def _pointer(self, address: Value, kind: Any, offset: int) -> Value:
         return self.b.inttoptr(self.at(address, offset), kind.as_pointer())
