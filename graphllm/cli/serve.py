@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,13 +15,13 @@ from ..errors import RequestError
 from ..progress import progress_line
 from ..terminal import escape_control, note
 from .declarations import Option, verb
-from .options import GenerationLoadOptions, Model, Template, read_text
-from .run import PARALLEL
+from .options import GenerationLoadOptions, read_text
+from .served_models import ServedModels
 
 if TYPE_CHECKING:
-    from ..api import LLM
+    from starlette.types import ASGIApp
+
     from ..api.recording import Recording
-    from ..embedding import EmbeddingModel, SequenceClassifier
 
 # How long the event loop and the engine's thread wait for each other's Python code at most.
 _SWITCH_INTERVAL_S = 0.0005
@@ -68,14 +70,15 @@ class ObservationOptions:
 
 @verb
 def serve(
-    model: Model,
+    models: ServedModels,
     load_options: GenerationLoadOptions,
     observation: ObservationOptions,
     host: Annotated[str, Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Option("--port", help="Port; 0 chooses a free one.")] = 8080,
-    parallel: Annotated[
-        int, Option("--parallel", help="Number of sequences that are computed at once.")
-    ] = PARALLEL,
+    unix_socket: Annotated[
+        Path | None,
+        Option("--unix-socket", help="Listen on a Unix socket at this path instead of a port."),
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         Option(
@@ -88,11 +91,6 @@ def serve(
     api_key_file: Annotated[
         Path | None, Option("--api-key-file", help="File with one key per line.")
     ] = None,
-    alias: Annotated[
-        str | None,
-        Option("--alias", help="Name of the model in the API; its file name by default."),
-    ] = None,
-    chat_template: Template = None,
     max_body: Annotated[
         int, Option("--max-body", help="Maximum number of bytes of a request body.")
     ] = 10_000_000,
@@ -104,86 +102,72 @@ def serve(
         ),
     ] = 30,
 ) -> None:
-    """Serve a model over HTTP with the API of OpenAI.
+    """Serve models over HTTP with the API of OpenAI.
 
     graphllm serve demo --port 8080
 
     graphllm serve model.gguf --parallel 32 --api-key-file keys.txt
+
+    graphllm serve --model chat=model.gguf --model embed=minilm --model-memory 8GB
     """
     if missing := [name for name in _MODULES if find_spec(name) is None]:
         raise RequestError(f"serve needs {', '.join(missing)}: pip install 'graphllm[serve]'")
     if min(port, max_body, shutdown_timeout) < 0:
         raise RequestError("--port, --max-body and --shutdown-timeout must be at least 0")
     keys = _keys(api_key or [], api_key_file)
-    from ..server.app import create_app
-    from ..server.run_server import Server, bind
+    models.check(load_options, observation.record is not None)
+    from ..server.run_server import Server, bind, bind_unix
 
-    bound = bind(host, port)  # before the model is loaded, which takes longer
-    llm = _load(model, load_options, chat_template, parallel)
-    name = alias or _name(model)
-    address, own_port = bound.getsockname()[:2]
-    if not keys and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+    # Before a model is loaded, which takes longer.
+    with bind(host, port) if unix_socket is None else bind_unix(unix_socket) as bound:
+        app, close = _application(models, load_options, observation, keys, max_body)
+        where = _address(bound, bool(keys))
+        listed = escape_control(", ".join(models.names))
+        line = f"{listed} {'are' if models.others else 'is'} served at {where}"
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        Server(app, bound, lambda: note(line), shutdown_timeout).run_until_stopped()
+        close()
+
+
+def _address(bound: socket.socket, has_keys: bool) -> str:
+    """Return where clients find the server; print a note if others can use it without a key."""
+    if bound.family == socket.AF_UNIX:
+        return f"the Unix socket {escape_control(bound.getsockname())}"
+    address, port = bound.getsockname()[:2]
+    if not has_keys and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         note(f"note: no API key is set: anyone who can reach {address} can use the model")
-    where = f"[{address}]" if ":" in address else address
-    line = f"{escape_control(name)} is served at http://{where}:{own_port}/v1"
-    recording = observation.recording(model, load_options, llm)
-    app = create_app(llm, name, keys, max_body, observation.profile, recording)
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    Server(app, bound, lambda: note(line), shutdown_timeout).run_until_stopped()
-    llm.close()
-    if recording is not None:
-        recording.close()
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
 
 
-def _load(
-    model: str, options: GenerationLoadOptions, chat_template: str | None, parallel: int
-) -> LLM | EmbeddingModel | SequenceClassifier:
-    from ..api.loader import encoder_class
+def _application(
+    models: ServedModels, options: GenerationLoadOptions, observation: ObservationOptions,
+    keys: list[str], max_body: int,
+) -> tuple[ASGIApp, Callable[[], None]]:  # fmt: skip
+    """Return the application of the models, and what closes them."""
+    if models.others:
+        from ..server.model_router import ModelRouter
 
-    if options.model_def is None and encoder_class(model) is not None:
-        return _load_encoder(model, options, chat_template, parallel)
-    llm = options.load(model, chat_template=chat_template, max_sequences=parallel)
-    # `llm.tokenizer` raises if there is none.
-    if llm.tokenizer.eog_ids and find_spec("llguidance") is not None:
-        from ..engine.grammar import prepare
+        router = ModelRouter(
+            models.sources(options), keys, max_body, observation.profile, models.budget,
+            models.load_timeout,
+        )  # fmt: skip
+        if models.model is not None:
+            with progress_line() as show:
+                router.pool.load_first(models.names[0], show)
+        return router.app, router.pool.close
+    from ..server.app import create_app
 
-        prepare(llm.tokenizer)  # takes up to seconds, in which other requests would wait
-    return llm
+    assert models.model is not None
+    llm = models.load(models.model, options)
+    recording = observation.recording(models.model, options, llm)
+    app = create_app(llm, models.names[0], keys, max_body, observation.profile, recording)
 
+    def close() -> None:
+        llm.close()
+        if recording is not None:
+            recording.close()
 
-def _load_encoder(
-    model: str, options: GenerationLoadOptions, chat_template: str | None, parallel: int
-) -> EmbeddingModel | SequenceClassifier:
-    """Load an encoder.
-
-    Raises:
-        RequestError: an option is given that only decoders have, or the model has a head.
-    """
-    from ..api import load
-    from ..embedding import EmbeddingModel, SequenceClassifier
-
-    given = {**options.arguments(), "chat_template": chat_template, "max_sequences": parallel}
-    defaults = {
-        **GenerationLoadOptions().arguments(),
-        "chat_template": None,
-        "max_sequences": PARALLEL,
-    }
-    changed = {name: value for name, value in given.items() if value != defaults.get(name)}
-    with progress_line() as show:
-        loaded = load(model, progress=show, **changed)
-    ranks = isinstance(loaded, SequenceClassifier) and len(loaded.labels) == 1
-    if not isinstance(loaded, EmbeddingModel) and not ranks:
-        what = f"{model} is a {type(loaded).__name__} with {len(loaded.labels)} labels"
-        raise RequestError(f"{what}: of encoders, serve supports embeddings and rerankers")
-    for line in loaded.misses():
-        note(f"note: {line}")
-    return loaded
-
-
-def _name(model: str) -> str:
-    """Return the name of a model in the API, which shows no folder of this machine."""
-    path = Path(model)
-    return path.stem if path.is_file() else path.resolve().name if path.is_dir() else model
+    return app, close
 
 
 def _keys(given: list[str], file: Path | None) -> list[str]:

@@ -61,6 +61,12 @@ def task_of(config: Mapping[str, Any]) -> str:
     return found.group(1) if found else ""
 
 
+def head_of(file: Checkpoint, spec: ModelSpec) -> str:
+    """Return the name of a file's head; empty if the family has no such head."""
+    task, config = task_of(file.metadata), spec.config(file.keys(spec))
+    return task if isinstance(config, EncoderConfig) and task in config.heads else ""
+
+
 class LoadedEncoder:
     """An encoder with its tokenizer, placed on backends and ready to run. Create it with `load`.
 
@@ -195,9 +201,8 @@ class LoadedEncoder:
 
     @classmethod
     def _head(cls, file: Checkpoint, spec: ModelSpec) -> str:
-        """Return the name of the head to compute: the file's, if the family has it."""
-        task, config = task_of(file.metadata), spec.config(file.keys(spec))
-        return task if isinstance(config, EncoderConfig) and task in config.heads else ""
+        """Return the name of the head to compute."""
+        return head_of(file, spec)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, special tokens included, not truncated."""

@@ -34,7 +34,7 @@ from ..loading.load import (
     model_spec,
     sized_limits,
 )
-from ..loading.loaded_encoder import encoder_arguments
+from ..loading.loaded_encoder import encoder_arguments, head_of
 from ..model.decoder import Decoder
 from ..model.encoder import Encoder
 from ..model.spec import ModelSpec
@@ -277,7 +277,9 @@ def _threads(planner: Planner) -> int:
 
 def _encoder_run(file: Checkpoint, spec: ModelSpec, own: Mapping[str, Any]) -> DryRun:
     """Return the dry run of an encoder: a full batch of texts of ``depth`` tokens each."""
-    encoder = build_model(file, spec, own["type"])
+    pooled = (file.path / "modules.json").is_file()
+    head = "" if pooled else head_of(file, spec)
+    encoder = build_model(file, spec, own["type"], head=head)
     assert isinstance(encoder, Encoder)
     planner, context = _planner(encoder.weights, own), encoder.cfg.context
     engine = EncoderEngine(encoder, planner, context)

@@ -81,11 +81,16 @@ def api_error(error: Exception, param: str | None = None) -> ApiError:
         if error.argument == "context":
             return ApiError(400, str(error), param, "context_length_exceeded")
         return ApiError(400, str(error), error.argument or param)
+    log_failure(error)
+    return ApiError(500, "the server failed to process the request; its log says why")
+
+
+def log_failure(error: Exception, what: str = "") -> None:
+    """Print a failure of the server on standard error; ``what``: what failed."""
     kind = "" if isinstance(error, GraphllmError) else f"{type(error).__name__}: "
-    note(f"error: {kind}{escape_control(error)}")
+    note(f"error: {what and f'{escape_control(what)}: '}{kind}{escape_control(error)}")
     if debug_level():
         traceback.print_exception(error)
-    return ApiError(500, "the server failed to process the request; its log says why")
 
 
 def stopping() -> ApiError:

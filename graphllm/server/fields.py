@@ -6,7 +6,7 @@ that are listed as `Unsupported` are refused, since ignoring them would change t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,9 +232,14 @@ def check_fields(table: Mapping[str, Field], body: Any, *required: str) -> dict[
 
 def check_model(values: Mapping[str, Any], name: str) -> None:
     """Check the model of a request, which may be missing. ApiError: it is not ``name``."""
-    model = values.get("model", name)
-    if model != name:
-        text = f"the model {model[:100]!r} does not exist; this server has {name!r}"
+    check_known(values.get("model", name), [name])
+
+
+def check_known(model: str, names: Collection[str]) -> None:
+    """Check the name of a model. ApiError: it is none of ``names``."""
+    if model not in names:
+        shown = ", ".join(map(repr, names))
+        text = f"the model {model[:100]!r} does not exist; this server has {shown}"
         raise ApiError(404, text, "model", "model_not_found")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -15,17 +15,30 @@ from ..engine.completion import Completion
 _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
-class Metrics:
-    """Counters of one server, and gauges that read the state of its model's engine."""
+def count_responses(registry: CollectorRegistry) -> Counter:
+    """Return a counter of HTTP responses by path and status."""
+    return Counter(
+        "graphllm_http_responses", "HTTP responses.", ["path", "status"], registry=registry
+    )
 
-    def __init__(self, llm: LLM | None) -> None:
-        """``llm``: None for an encoder, which has no engine."""
-        self._registry = own = CollectorRegistry()
-        if llm is not None:
-            own.register(_EngineState(llm))
-        self.responses = Counter(
-            "graphllm_http_responses", "HTTP responses.", ["path", "status"], registry=own
-        )
+
+def metrics_text(registry: Collector) -> bytes:
+    """Return all metrics in the text format."""
+    return generate_latest(registry)
+
+
+class Metrics:
+    """Counters of one model, and gauges that read the state of its engine.
+
+    Attributes:
+        registry: has all of them.
+        llm: the model; None for an encoder, which has no engine, and while it is not loaded.
+    """
+
+    def __init__(self, llm: LLM | None = None) -> None:
+        self.llm = llm
+        self.registry = own = CollectorRegistry()
+        own.register(_EngineState(self))
         self._prompt = Counter("graphllm_prompt_tokens", "Tokens of prompts.", registry=own)
         self._cached = Counter(
             "graphllm_cached_prompt_tokens",
@@ -87,20 +100,38 @@ class Metrics:
             if name != "http":  # known when the answer has been made, after this
                 self._waiting.labels(name).inc(max(0.0, ns) / 1e9)
 
-    def text(self) -> bytes:
-        """Return all metrics in the text format."""
-        return generate_latest(self._registry)
+
+class JoinedMetrics(Collector):
+    """The metrics of several models, with a label ``model``.
+
+    ``registries``: those of the models by name.
+    """
+
+    def __init__(self, registries: Mapping[str, CollectorRegistry]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each metric once, with the samples of all models."""
+        found = dict[str, Metric]()
+        for name, registry in self._registries.items():
+            for own in registry.collect():
+                joined = found.setdefault(own.name, Metric(own.name, own.documentation, own.type))
+                for sample in own.samples:
+                    joined.add_sample(sample.name, {"model": name, **sample.labels}, sample.value)
+        yield from found.values()
 
 
 class _EngineState(Collector):
     """Gauges of the sequences and of the KV cache, read when they are asked for."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges. They are read without a lock, so they may be a step apart."""
-        engine = self._llm.engine
+        if self._metrics.llm is None:
+            return
+        engine = self._metrics.llm.engine
         running, waiting = engine.scheduler.running, engine.scheduler.waiting
         yield GaugeMetricFamily("graphllm_sequences_running", "Sequences computed.", running)
         yield GaugeMetricFamily("graphllm_sequences_waiting", "Sequences that wait.", waiting)

@@ -59,7 +59,10 @@ _CHAT_MESSAGE = fields(
     "role", "content", role={"const": "assistant"}, content=_TEXT_OR_NULL,
     reasoning_content=STRING, tool_calls=array(_CALL), refusal=_NULL,
 )  # fmt: skip
-_MODEL = _all(id=STRING, object={"const": "model"}, created=_COUNT, max_model_len=_COUNT)
+_MODEL = fields(
+    "id", "object", "created", "status", id=STRING, object={"const": "model"}, created=_COUNT,
+    max_model_len=_COUNT, status=fields("value", value={"enum": ["loaded", "loading", "unloaded"]}),
+)  # fmt: skip
 _NATIVE_ANSWER = _all(
     content=STRING, tokens=array(_COUNT, 0), stop={"const": True}, tokens_predicted=_COUNT,
     tokens_evaluated=_COUNT, stop_type={"enum": ["limit", "eos", "word"]}, stopping_word=STRING,
@@ -146,9 +149,9 @@ OPERATIONS: dict[tuple[str, str], _Operation] = {
         "Decode token ids.", _all(content=STRING), DETOKENIZE, ("tokens",)
     ),
     ("GET", "/v1/models"): _Operation(
-        "List the model.", _all(object={"const": "list"}, data=array(_MODEL))
+        "List the models.", _all(object={"const": "list"}, data=array(_MODEL))
     ),
-    ("GET", "/v1/models/{name}"): _Operation("Describe the model.", _MODEL),
+    ("GET", "/v1/models/{name}"): _Operation("Describe a model.", _MODEL),
     ("GET", "/props"): _Operation(
         "Describe the server.", _all(default_generation_settings=OBJECT, total_slots=_COUNT,
                                      chat_template=STRING)),

@@ -15,7 +15,7 @@ BODY_TIMEOUT = 60.0  # seconds until the whole body must have come
 
 
 async def read_json(request: Request, most: int) -> Any:
-    """Return the JSON value of the body, of at most ``most`` bytes.
+    """Return the JSON value of the body, of at most ``most`` bytes; the first call reads it.
 
     Other content types are refused: a web page may send those to any server without asking it.
 
@@ -23,6 +23,8 @@ async def read_json(request: Request, most: int) -> Any:
         ApiError: the body is too large, late or malformed, or of another content type.
         ClientDisconnected: the client disconnected before its end.
     """
+    if hasattr(request.state, "json"):
+        return request.state.json
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "the content type must be application/json")
@@ -33,9 +35,10 @@ async def read_json(request: Request, most: int) -> Any:
     except ClientDisconnect:
         raise ClientDisconnected from None
     try:
-        return parse_json(data)
+        request.state.json = parse_json(data)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    return request.state.json
 
 
 async def _read(request: Request, most: int) -> bytes:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -41,6 +45,57 @@ def bind(host: str, port: int) -> socket.socket:
 def _bind_error(host: str, port: int, error: Exception) -> RequestError:
     why = error.strerror if isinstance(error, OSError) else str(error)
     return RequestError(f"cannot listen on {host}, port {port}: {why}", "port")
+
+
+@contextmanager
+def bind_unix(path: Path) -> Iterator[socket.socket]:
+    """Open a Unix socket, whose file is removed at the end.
+
+    It listens at once, since a server that starts takes the file of a socket that does not listen
+    for that of a server that was killed, and replaces it. Only the user and the group of the
+    process can connect.
+
+    RequestError: a server listens there, the path is no socket, or it cannot be used.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as own:
+        _remove_dead_socket(path)
+        before = os.umask(0o117)
+        try:
+            own.bind(str(path))
+            own.listen(_BACKLOG)
+            made = path.lstat().st_ino
+        except (OSError, ValueError) as error:
+            raise _unix_error(path, error) from None
+        finally:
+            os.umask(before)
+        try:
+            yield own
+        finally:
+            with suppress(OSError):
+                if path.lstat().st_ino == made:  # not that of a server that replaced this one
+                    path.unlink()
+
+
+def _remove_dead_socket(path: Path) -> None:
+    """Remove a socket on which no server listens. RequestError: the path has something else."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise RequestError(f"{path} exists and is no socket (--unix-socket)")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(1)  # the server's backlog may be full
+            client.connect(str(path))
+        raise RequestError(f"another server listens on {path} (--unix-socket)")
+    except FileNotFoundError:
+        pass
+    except ConnectionRefusedError:
+        path.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        raise _unix_error(path, error) from None
+
+
+def _unix_error(path: Path, error: Exception) -> RequestError:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return RequestError(f"cannot listen on {path}: {why} (--unix-socket)")
 
 
 class Server(uvicorn.Server):

@@ -7,10 +7,14 @@ from collections.abc import Iterator
 import hf_models
 import numpy as np
 import pytest
+import tiny_models as tiny
 from encoder_models import write_encoder
 from running_server import KEY, MODEL, Running
 
 import graphllm
+from graphllm.cli.options import GenerationLoadOptions
+from graphllm.cli.served_models import ServedModels
+from graphllm.server.model_router import ModelRouter
 
 pytestmark = pytest.mark.parity
 openai = pytest.importorskip("openai")
@@ -115,3 +119,25 @@ def test_rerank(reranker, server):
 def test_bad_requests_to_rerank(server, more, param):
     status, found = server.call("/v1/rerank", {"query": "a", "documents": TEXTS, **more})
     assert (status, found["error"]["param"]) == (400, param)
+
+
+def test_encoders_beside_a_decoder(model, reranker, tmp_path):
+    """Options of decoders are for the decoder alone."""
+    paths = {"embed": model.file.path, "rank": reranker.file.path}
+    paths["chat"] = tiny.write_tiny(tmp_path / "tiny.gguf", "llama")
+    models = ServedModels(others=[f"{name}={path}" for name, path in paths.items()])
+    options = GenerationLoadOptions(device="cpu", threads=1, context=64)
+    router = ModelRouter(models.sources(options), [KEY], budget=10**9)
+    running = Running(None, app=router.app)
+    _, found = running.call("/v1/embeddings", {"input": TEXTS, "model": "embed"})
+    have = np.array([each["embedding"] for each in found["data"]], np.float32)
+    np.testing.assert_array_equal(have, model.embed(TEXTS))
+    _, found = running.call("/v1/rerank", {"query": "a", "documents": TEXTS, "model": "rank"})
+    want = [(each.index, each.score) for each in reranker.rerank("a", TEXTS)]
+    assert [(e["index"], e["relevance_score"]) for e in found["results"]] == want
+    ask = {"prompt": "hello", "max_tokens": 2, "ignore_eos": True, "model": "chat"}
+    assert running.call("/v1/completions", ask)[1]["usage"]["completion_tokens"] == 2
+    states = [each["status"]["value"] for each in running.call("/v1/models")[1]["data"]]
+    assert states == ["loaded"] * 3
+    running.stop()
+    router.pool.close()

@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,39 @@ def test_a_server_until_it_is_terminated(model, tmp_path):
     assert (process.returncode, out, rest) == (0, "", "")
 
 
+class UnixConnection(http.client.HTTPConnection):
+    """A connection to a Unix socket, whose path is the host."""
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(60)
+        self.sock.connect(self.host)
+
+
+def test_two_models_on_a_unix_socket(model, tmp_path):
+    """The file of a killed server is replaced, and that of a running one is not."""
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    words = (model, "--model", f"other={model}", "--model-memory", "1GB", "--unix-socket", path)
+    process = serve(*words, "--device", "reference", "--alias", "first")
+    lines = [process.stderr.readline(), process.stderr.readline()]
+    assert re.fullmatch(r"note: the model first was loaded in \d+\.\d s\n", lines[0])
+    assert lines[1] == f"first, other are served at the Unix socket {path}\n"
+    assert stat.filemode(path.stat().st_mode) == "srw-rw----"
+    for name in ("other", "first"):
+        connection = UnixConnection(str(path))
+        body = json.dumps({"prompt": "hello", "max_tokens": 2, "model": name})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        assert json.load(connection.getresponse())["model"] == name
+    _, error = serve(model, "--unix-socket", path).communicate(timeout=60)
+    assert error == f"error: another server listens on {path} (--unix-socket)\n"
+    process.send_signal(signal.SIGTERM)
+    _, rest = process.communicate(timeout=30)
+    assert process.returncode == 0 and rest.startswith("note: the model other was loaded in")
+    assert not path.exists()
+
+
 def test_failures_are_one_line(model, tmp_path):
     (tmp_path / "bad.gguf").write_bytes(b"no model")
     (tmp_path / "none").write_text("\n")
@@ -55,6 +89,12 @@ def test_failures_are_one_line(model, tmp_path):
                 model, "--port", port),
             r"port = 70000 must be in 0\.\.2\^16-1 \(--port\)": (model, "--port", 70000),
             r".*bad\.gguf.*": (tmp_path / "bad.gguf", "--port", 0),
+            r".*none exists and is no socket \(--unix-socket\)": (
+                model, "--unix-socket", tmp_path / "none"),
+            r"two models have the name 'a' \(--model\)": (
+                "--model", f"a={model}", "--model", f"a={model}"),
+            r"/nowhere/m\.gguf: no such file \(--model\)": (model, "--model", "a=/nowhere/m.gguf"),
+            r"give a MODEL, or --model NAME=MODEL": (),
             r".*none has no API key": (model, *OPTIONS, "--api-key-file", tmp_path / "none"),
         }  # fmt: skip
         processes = [serve(*words) for words in cases.values()]

@@ -8,6 +8,8 @@ import socket
 import threading
 from typing import Any
 
+from starlette.types import ASGIApp
+
 import graphllm
 from graphllm.server.app import create_app
 from graphllm.server.run_server import Server, bind
@@ -16,13 +18,15 @@ KEY, MODEL = "secret", "tiny"
 
 
 class Running:
-    """A server in a thread."""
+    """A server in a thread, of a model or of another application."""
 
-    def __init__(self, llm: graphllm.LLM, shutdown_s: int = 10, **options: Any) -> None:
+    def __init__(
+        self, llm: graphllm.LLM, shutdown_s: int = 10, app: ASGIApp | None = None, **options: Any
+    ) -> None:
         bound = bind("127.0.0.1", 0)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of each connection
         self.port, ready = bound.getsockname()[1], threading.Event()
-        self.server = Server(create_app(llm, MODEL, **options), bound, ready.set, shutdown_s)
+        self.server = Server(app or create_app(llm, MODEL, **options), bound, ready.set, shutdown_s)
         self.thread = threading.Thread(target=self.server.run_until_stopped, daemon=True)
         self.thread.start()
         assert ready.wait(30)
