@@ -10,13 +10,17 @@ from typing import Any, Protocol
 from .errors import ApiError
 from .harmony import HarmonyParser, is_harmony
 from .reasoning import BEGIN, END, ReasoningParser
+from .tagged_call_parser import TaggedCallParser
 from .tool_call_parser import Part, Text, ToolCall, ToolCallParser
+from .tool_formats import TaggedFormat, find_format
+from .tool_grammar import call_grammar
 from .tools import (
     SHORT_IDS,
     Messages,
     Tool,
-    call_grammar,
-    find_format,
+    described_tools,
+    with_contents,
+    with_descriptions,
     with_parsed_arguments,
     with_short_ids,
     with_tool_texts,
@@ -43,13 +47,17 @@ class ToolUse:
         self, tools: Sequence[Tool], choice: str | Tool, several: bool, template: str
     ) -> None:
         self._tools, self._choice, self.several = tools, choice, several
+        self._template = template
         self._form, self._described = find_format(template)
 
     def prompt(self, messages: Messages) -> tuple[Messages, Object]:
         """Return the messages and the variables of the template that describe the tools."""
         if self._described:
-            return messages, {"tools": self._tools}
-        return with_tool_texts(messages, self._tools), {}
+            return messages, {"tools": described_tools(self._tools, self._template)}
+        if isinstance(self._form, TaggedFormat):  # the template has calls and results
+            form, template = self._form, self._template
+            return with_descriptions(messages, self._tools, form.example, template), {}
+        return with_tool_texts(messages, self._tools, self._template), {}
 
     @property
     def grammar(self) -> str | None:
@@ -68,6 +76,8 @@ class ToolUse:
 
     def parser(self) -> ToolCallParser:
         """Return a parser for one answer."""
+        if isinstance(self._form, TaggedFormat):
+            return TaggedCallParser(self._form, self._tools)
         return ToolCallParser(self._form, self.names)
 
     def finish_reason(self, reason: str) -> str:
@@ -223,7 +233,7 @@ def chat_messages(
     messages: list[Any], tools: ToolUse | None, template: str
 ) -> tuple[list[Any], Object]:
     """Return the messages of a chat for its template, and further variables of the template."""
-    parsed = with_parsed_arguments(messages)
+    parsed = with_contents(with_parsed_arguments(messages, template), template)
     if SHORT_IDS in template:
         parsed = with_short_ids(parsed)
     if tools is not None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from .tools import ToolFormat
+from .tool_formats import ToolFormat
 
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -60,6 +60,7 @@ class ToolCallParser:
 
     def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
         self._form, self._names = form, set(names)
+        self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
         self._longest = max(map(len, self._names), default=0)
         self.calls = 0
         self._rest, self._at = "", 0  # what is not parsed yet: the text from a position on
@@ -67,6 +68,11 @@ class ToolCallParser:
         self._begun = ""  # what precedes the call that is being read
         self._in_text = False  # whether text came since the last call
         self._scanner = _ValueScanner()
+
+    @property
+    def _marks(self) -> tuple[str, ...]:
+        """What calls in a text begin with."""
+        return (self._form.begin,)
 
     def push(self, text: str) -> list[Part]:
         """Return the text and the parts of calls that ``text`` completes, in their order."""
@@ -98,16 +104,17 @@ class ToolCallParser:
     # copies only what it consumes, so that the time is linear in the length of an answer.
     def _text(self, last: bool) -> bool:
         """Text up to the beginning of a call. White space alone before a call is no text."""
-        rest, begin = self._rest, self._form.begin
-        found = rest.find(begin, self._at)
-        tail = rest[max(self._at, len(rest) - len(begin)) :]
-        end = found if found >= 0 else len(rest) - (0 if last else overlap(tail, begin))
+        rest, marks = self._rest, self._marks
+        found = self._any_mark.search(rest, self._at)
+        tail = rest[max(self._at, len(rest) - max(map(len, marks))) :]
+        held = 0 if last else max(overlap(tail, mark) for mark in marks)
+        end = len(rest) - held if found is None else found.start()
         is_text = self._in_text or (last and not self.calls)
         if is_text or self._after_space(self._at) < end:
             self._take_text(end)
-        if found < 0:
+        if found is None:
             return False
-        self._begun, self._at = begin, found + len(begin)
+        self._begun, self._at = found[0], found.end()
         self._state = self._head
         return True
 
@@ -129,19 +136,32 @@ class ToolCallParser:
         """As `_opening`, of calls without an object around them; also what follows a call."""
         start = self._after_space(self._at)
         found = _NAMED_HEAD.match(self._rest, start)
-        if found is not None and found[1] in self._names:
+        if found is not None and self._called(found[1]) in self._names:
             self._begun, self._at = self._rest[self._at : start], start
             self._state = self._head
             return True
-        name = self._rest[start : start + self._longest + 1]
+        name = self._rest[start : start + self._longest + self._form.id_length + 1]
         if self._after_space(start + len(name)) == len(self._rest):
             name = name.rstrip()
-            if not last and any(each.startswith(name) for each in self._names):
+            if not last and self._may_be_called(name):
                 return False
         if self.calls and not name:  # white space after a call is no text
             return False
         self._state = self._passing
         return True
+
+    def _called(self, found: str) -> str:
+        """Return the name of a function, which an id may follow."""
+        return found[: len(found) - self._form.id_length] if self._form.named else found
+
+    def _may_be_called(self, text: str) -> bool:
+        """Whether a text is the beginning of a name and its id."""
+        for name in self._names:
+            own = text[len(name) :]
+            is_id = text.startswith(name) and len(own) <= self._form.id_length and own.isalnum()
+            if name.startswith(text) or is_id:
+                return True
+        return False
 
     def _passing(self, last: bool) -> bool:
         """Text up to the end."""
@@ -155,11 +175,12 @@ class ToolCallParser:
         self._at = start
         found = (_NAMED_HEAD if self._form.named else _HEAD).match(self._rest, start)
         if found is not None:
-            if found[1] not in self._names:
+            name = self._called(found[1])
+            if name not in self._names:
                 return self._not_a_call(start)
-            self._parts.append(ToolCall(self.calls, found[1], ""))
-            self._begun, self._at, self._scanner = "", found.end(), _ValueScanner()
-            self._state = self._arguments
+            self._parts.append(ToolCall(self.calls, name, ""))
+            self._begun, self._at = "", found.end()
+            self._begin_arguments(name)
             return True
         key = _FIRST_KEY.match(self._rest, start)
         other = self._rest[start : start + 1] not in ("", "{")
@@ -191,6 +212,10 @@ class ToolCallParser:
         self._state = self._text if self._form.anywhere else self._passing
         return True
 
+    def _begin_arguments(self, name: str) -> None:
+        """Expect the arguments of a call of ``name``."""
+        self._scanner, self._state = _ValueScanner(), self._arguments
+
     def _arguments(self, last: bool) -> bool:
         """The arguments of a call, as they come."""
         part, done = self._scanned()
@@ -198,11 +223,18 @@ class ToolCallParser:
             self._parts.append(ToolCall(self.calls, "", part))
         if not done:
             return False
-        self.calls += 1
-        self._scanner, self._state, self._in_text = _ValueScanner(depth=1), self._closing, False
-        if self._form.named:
-            self._state = self._opening_name
+        self._end_call()
         return True
+
+    def _end_call(self) -> None:
+        """Count a complete call, and expect what may follow its arguments."""
+        self.calls, self._in_text = self.calls + 1, False
+        self._following()
+
+    def _following(self) -> None:
+        """Expect what may follow the arguments of a call."""
+        self._scanner = _ValueScanner(depth=1)
+        self._state = self._opening_name if self._form.named else self._closing
 
     def _scanned(self) -> tuple[str, bool]:
         """Consume the rest up to the end of the value, and return it and whether the end came."""

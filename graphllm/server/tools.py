@@ -1,4 +1,4 @@
-"""Tools of chat requests: their fields, the formats of calls by chat template, and grammars."""
+"""Tools of chat requests: their fields, and messages with tools, calls and results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..arguments import flag, invalid_argument, mapping
@@ -17,11 +16,15 @@ from .json_shapes import OBJECT, accepts, array, fields, one_of
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-# As `engine.grammar` has it for JSON schemas.
-_SPACING = {"x-guidance": {"whitespace_pattern": r" |\n[ \t]{0,20}"}}
 
 _FUNCTION = fields("type", "function", type={"const": "function"}, function=OBJECT)
 SHORT_IDS = "length != 9"  # in templates that refuse ids of other lengths
+_CALLS_APART = (
+    "and message['content'] is none"  # in templates that show no calls of messages with content
+)
+_NO_SYSTEM = "System role not supported"  # in templates such as Gemma 2's
+# In templates to which arguments are JSON text, and not objects: they are joined to other text.
+_JOINS_ARGUMENTS = re.compile(r"\['arguments'\]\s*\+")
 CHOICE = one_of({"enum": ["none", "auto", "required"]}, OBJECT)
 _FORMATS_OF_TEXT = {"enum": ["text", "json_object", "json_schema"]}
 
@@ -136,78 +139,35 @@ def text_format(name: str, value: Any) -> Any:
     return mapping(f"{name}.schema", given.get("schema"))
 
 
-# -- formats
-@dataclass(frozen=True)
-class ToolFormat:
-    """How a chat template writes tool calls, each an object with a name and arguments.
-
-    Attributes:
-        name: name of the format.
-        begin, end: what encloses a call, or all calls if they are a list; control tokens, which
-            answers do not show, are left out.
-        key: key of the arguments.
-        listed: whether the calls are one JSON list.
-        anywhere: whether text may precede the calls.
-        named: whether a call is the name and the arguments, without an object around them.
-    """
-
-    name: str
-    begin: str
-    end: str
-    key: str = "arguments"
-    listed: bool = False
-    anywhere: bool = False
-    named: bool = False
+# -- messages
+def described_tools(tools: Sequence[Tool], template: str) -> list[Tool]:
+    """Return the tools with a description, if an empty one, where their template reads it."""
+    if "description" not in template:
+        return [*tools]
+    return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
 
 
-HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", anywhere=True)  # Qwen, too
-MISTRAL = ToolFormat("mistral", "[", "]", listed=True)  # after the control token [TOOL_CALLS]
-# Each call follows [TOOL_CALLS], its arguments [ARGS]: both control tokens.
-MISTRAL_NAMED = ToolFormat("mistral named", "", "", named=True)
-LLAMA3 = ToolFormat("llama3", "", "", key="parameters")
-
-HARMONY = ToolFormat("harmony", "", "")  # gpt-oss; see `harmony.HarmonyParser`
-
-# What a template contains, in order of precedence, and its format; None: it is not supported.
-_FORMATS: tuple[tuple[str, ToolFormat | None], ...] = (
-    ("<arg_key>", None),  # GLM
-    ("<function=", None),  # Qwen3-Coder
-    ("[CALL_ID]", None),  # Mistral, versions 11 and 12 of its tokenizer
-    ("[ARGS]", MISTRAL_NAMED),
-    ("<｜tool▁call▁begin｜>", None),  # DeepSeek
-    ("<|channel|>", HARMONY),
-    ("<tool_call>", HERMES),
-    ("[TOOL_CALLS]", MISTRAL),
-    ("<|python_tag|>", LLAMA3),
-)
-
-
-def find_format(template: str) -> tuple[ToolFormat, bool]:
-    """Return the format of a template's tool calls, and whether the template describes the tools.
-
-    A template without tools gets `HERMES`, and `with_tool_texts` describes the tools. ApiError: the
-    format is not supported.
-    """
-    for sign, form in _FORMATS:
-        if sign in template and "tool" in template:
-            if form is None:
-                text = f"the format of tool calls of this model ({sign}) is not supported"
-                raise ApiError(400, text, "tools", "unsupported_value")
-            return form, True
-    return HERMES, False
-
-
-def with_tool_texts(messages: Messages, tools: Sequence[Tool]) -> Messages:
+def with_tool_texts(messages: Messages, tools: Sequence[Tool], template: str) -> Messages:
     """Return the messages for a template without tools: descriptions, calls and results as text."""
+    example = '<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call>'
+    return with_descriptions(without_tools(messages), tools, example, template)
+
+
+def with_descriptions(
+    messages: Messages, tools: Sequence[Tool], example: str, template: str
+) -> Messages:
+    """Return the messages with a description of the tools and an example of a call.
+
+    It is a system message, or text before the first message if the template has no such messages.
+    """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    about = (
-        f"You can call these functions:\n{listed}\nTo call one, answer with\n<tool_call>\n"
-        '{"name": NAME, "arguments": OBJECT}\n</tool_call>'
-    )
-    made = without_tools(messages)
-    if made[0]["role"] == "system":
-        return [{**made[0], "content": f"{made[0]['content']}\n\n{about}"}, *made[1:]]
-    return [{"role": "system", "content": about}, *made]
+    about = f"You can call these functions:\n{listed}\nTo call one, answer with\n{example}"
+    first, *rest = messages
+    if _NO_SYSTEM in template and isinstance(first.get("content"), str):
+        return [{**first, "content": f"{about}\n\n{first['content']}"}, *rest]
+    if first.get("role") == "system":
+        return [{**first, "content": f"{first['content']}\n\n{about}"}, *rest]
+    return [{"role": "system", "content": about}, *messages]
 
 
 def without_tools(messages: Messages) -> Messages:
@@ -238,15 +198,17 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": message.get("role"), "content": f"{content}\n{listed}" if content else listed}
 
 
-def with_parsed_arguments(messages: list[Any]) -> list[Any]:
-    """Return the messages with the arguments of earlier tool calls as objects, as templates expect.
+def with_parsed_arguments(messages: list[Any], template: str) -> list[Any]:
+    """Return the messages with the arguments of earlier tool calls as their template expects them.
 
     ApiError: a call is malformed.
     """
-    return [_parsed(f"messages[{i}]", each) for i, each in enumerate(messages)]
+    as_text = _JOINS_ARGUMENTS.search(template) is not None
+    return [_parsed(f"messages[{i}]", each, as_text) for i, each in enumerate(messages)]
 
 
-def _parsed(where: str, message: Any) -> Any:
+def _parsed(where: str, message: Any, as_text: bool) -> Any:
+    """Return a message with arguments as objects, or as JSON text."""
     if not isinstance(message, Mapping) or not message.get("tool_calls"):
         return message
     calls, made = message["tool_calls"], []
@@ -261,8 +223,25 @@ def _parsed(where: str, message: Any) -> Any:
         except (KeyError, TypeError, ValueError, RecursionError):
             text = f"{where}.tool_calls must be calls of functions with a JSON object as arguments"
             raise ApiError(400, text, "messages") from None
-        made.append({**call, "function": {"name": name, "arguments": arguments}})
+        shown = json.dumps(arguments, ensure_ascii=False) if as_text else arguments
+        made.append({**call, "function": {"name": name, "arguments": shown}})
     return {**message, "tool_calls": made}
+
+
+def with_contents(messages: list[Any], template: str) -> list[Any]:
+    """Return the messages with calls as their template expects it.
+
+    Most templates need a text as content, if only an empty one; see also `_CALLS_APART`.
+    """
+    made = []
+    for each in messages:
+        if isinstance(each, Mapping) and each.get("tool_calls"):
+            content = each.get("content") or ""
+            if content and _CALLS_APART in template:
+                made.append({key: each[key] for key in each if key != "tool_calls"})
+            each = {**each, "content": None if _CALLS_APART in template else content}
+        made.append(each)
+    return made
 
 
 def with_short_ids(messages: list[Any]) -> list[Any]:
@@ -283,31 +262,3 @@ def _short_id(own: str) -> str:
     """Return an id that is accepted as it is, or 9 characters that stand for it."""
     accepted = len(own) == 9 and own.isascii() and own.isalnum()
     return own if accepted else hashlib.sha256(own.encode("utf-8", "replace")).hexdigest()[:9]
-
-
-# -- grammars
-def call_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool) -> str:
-    """Return the Lark grammar of answers that call one of ``tools``, or several times if so."""
-    rules = []
-    for index, tool in enumerate(tools):
-        own = tool["function"]
-        head, tail = f'{{"name": "{own["name"]}", "{form.key}": ', '"}"'
-        if form is HARMONY:
-            head = f"<|channel|>commentary to=functions.{own['name']} <|constrain|>json<|message|>"
-            tail, several = "", False  # the token <|call|> ends the answer
-        elif form.named:
-            head, tail = own["name"], ""
-        schema = json.dumps({**own["parameters"], **_SPACING})
-        rules.append(f"call_{index}: {json.dumps(head)} %json {schema} {tail}")
-    some = " | ".join(f"call_{index}" for index in range(len(tools)))
-    if form.listed:
-        start = '"[" call ("," " "? call)* "]"' if several else '"[" call "]"'
-    elif form.begin:
-        begin, end = json.dumps(form.begin + "\n"), json.dumps("\n" + form.end)
-        one = f"{begin} call {end}"
-        start = f'{one} ("\\n" {one})*' if several else one
-    elif form.named:
-        start = "call+" if several else "call"
-    else:
-        start = 'call (";" " "? call)*' if several else "call"
-    return "\n".join([f"start: {start}", f"call: {some}", *rules])

@@ -54,6 +54,11 @@ FIM_NAMES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 )  # fmt: skip
 # gpt-oss structures its text with these tokens, so they are always parsed and shown.
 _SHOWN_NAMES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+# DeepSeek's calls of functions: control tokens in GGUF files, which answers show nevertheless.
+_CALL_NAMES = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+)  # fmt: skip
 # If all of the first tokens exist, the second does not end a generation and has the given type:
 # o200k_harmony and solar-open, Gemma 4.
 _NOT_ENDS = (
@@ -318,7 +323,11 @@ class Vocabulary(BaseTokenizer):
         raise NotImplementedError
 
     def _is_control(self, token: int) -> bool:
-        return bool(self._kinds[token] in (CONTROL, UNKNOWN))
+        return token not in self._calls and bool(self._kinds[token] in (CONTROL, UNKNOWN))
+
+    @cached_property
+    def _calls(self) -> frozenset[int]:
+        return frozenset(self._named(_CALL_NAMES).values())
 
     def _affixes(self) -> tuple[list[int], list[int]]:
         """Return the ids that ``add_special`` puts before and after a text."""

@@ -354,3 +354,9 @@ def test_a_failed_turn_is_not_remembered(llm):
         "".join(talk.ask("long " * 200))
     assert talk.messages == [{"role": "system", "content": "be good"}]
     assert "".join(talk.ask("short"))
+
+
+def test_methods_of_the_template_s_own_strings_in_loops():
+    """Jinja adds arguments of its own to calls there."""
+    source = "{% for m in messages %}{% set own = ' a ' %}{{ own.strip() ~ m.content }}{% endfor %}"
+    assert render(source, [{"role": "user", "content": "b"}]) == "ab"

@@ -11,16 +11,16 @@ from graphllm.server.chat_text import chat_messages
 from graphllm.server.harmony import HarmonyParser
 from graphllm.server.reasoning import ReasoningParser
 from graphllm.server.tool_call_parser import Part, Text, ToolCallParser
-from graphllm.server.tools import (
+from graphllm.server.tool_formats import (
     HERMES,
     LLAMA3,
     MISTRAL,
     MISTRAL_NAMED,
     ToolFormat,
-    call_grammar,
     find_format,
-    without_tools,
 )
+from graphllm.server.tool_grammar import call_grammar
+from graphllm.server.tools import without_tools
 
 NAMES = ("add", "get_time")
 ONE = '{"name": "add", "arguments": {"a": 1, "text": "} \\" ]é</tool_call>"}}'
@@ -208,8 +208,10 @@ def test_formats_of_templates():
     assert find_format("tools [TOOL_CALLS] [ARGS]") == (MISTRAL_NAMED, True)
     assert find_format("tools <|python_tag|>") == (LLAMA3, True)
     assert find_format("{{ messages }}") == (HERMES, False)
-    with pytest.raises(Exception, match=r"format of tool calls of this model \(<arg_key>\) is not"):
-        find_format("tools <tool_call> <arg_key>")
+    with pytest.raises(
+        Exception, match=r"format of tool calls of this model \(<function=\) is not"
+    ):
+        find_format("tools <function=")
 
 
 def test_calls_and_results_as_text():

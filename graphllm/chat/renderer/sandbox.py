@@ -111,6 +111,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None)
         name = getattr(__obj, "__name__", "")
         if type(owner) is str and name in METHODS and __self.is_safe_callable(__obj):
+            for own in ("_loop_vars", "_block_vars"):  # Jinja's own, in loops and blocks
+                kwargs.pop(own, None)
             return call_method(name, owner, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
