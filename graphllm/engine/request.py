@@ -50,7 +50,7 @@ _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
     "xtc_threshold": Real(0, 1),
     "seed": Optional(Integer(0, 2**63 - 1)),
     "ignore_eos": flag,
-    "repeat_penalty": Real(0, above=True),
+    "repeat_penalty": Real(0.01, 100),  # logits stay finite
     "presence_penalty": Real(),
     "frequency_penalty": Real(),
     "penalty_last_n": Integer(-1, 2**31 - 1),

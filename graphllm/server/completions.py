@@ -206,7 +206,7 @@ class Completions:
         Args:
             values: fields as those of ``/v1/chat/completions``: ``messages``, ``tools``,
                 ``tool_choice``, ``parallel_tool_calls``, ``response_format`` and
-                ``reasoning_effort``.
+                ``reasoning_effort``; see `reasoning_variables` for ``reasoning_required``.
             names: see `Job`.
 
         Raises:
@@ -234,7 +234,9 @@ class Completions:
             source = self.llm.template.source
             tools = tool_use(values, source)
             messages, variables = chat_messages(values["messages"], tools, source)
-            variables |= reasoning_variables(source, values.get("reasoning_effort"))
+            variables |= reasoning_variables(
+                source, values.get("reasoning_effort"), values.get("reasoning_required", True)
+            )
             return tools, await asyncio.to_thread(partial(call, messages, **variables))
         except Exception as error:
             raise self._renamed(error, names) from None

@@ -144,7 +144,6 @@ def _stream_options(name: str, value: Any) -> bool:
     return given is not None and flag(f"{name}.include_usage", given)
 
 
-# Logits stay finite within these bounds.
 _REPEAT_PENALTY = Field(Real(0.01, 100), "repeat_penalty")
 # Not in the APIs, with the names of vLLM and llama.cpp.
 BEYOND = {

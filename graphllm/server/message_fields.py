@@ -192,6 +192,8 @@ def chat_values(values: Mapping[str, Any]) -> dict[str, Any]:
         "parallel_tool_calls": several,
         "response_format": schema,
         "reasoning_effort": _reasoning_effort(values, effort),
+        # Clients send ``thinking`` by default, to models that cannot reason, too.
+        "reasoning_required": effort is not None,
     }
     return {**values, **made} | ({"tool_choice": choice} if "tool_choice" in values else {})
 

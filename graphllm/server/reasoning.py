@@ -13,12 +13,13 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # of OpenAI's A
 _THREE = {"minimal": "low", "xhigh": "high"}  # the efforts that templates do not have
 
 
-def reasoning_variables(template: str, effort: str | None) -> dict[str, Any]:
+def reasoning_variables(template: str, effort: str | None, required: bool = True) -> dict[str, Any]:
     """Return the variables of a chat template that set how much a model reasons.
 
     Args:
         template: source of the template.
         effort: one of `EFFORTS`; None leaves it to the template.
+        required: whether a model that cannot reason refuses an effort.
 
     Raises:
         ApiError: the model cannot reason, or cannot do without.
@@ -29,6 +30,8 @@ def reasoning_variables(template: str, effort: str | None) -> dict[str, Any]:
         return {"reasoning_effort": _THREE.get(effort, effort)}
     if "enable_thinking" in template:
         return {"enable_thinking": effort != "none"}
+    if effort != "none" and not required:
+        return {}
     if (effort != "none") == (END in template or is_harmony(template)):
         return {}
     what = "does not reason" if effort != "none" else "always reasons"

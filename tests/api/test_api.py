@@ -78,7 +78,7 @@ BAD = [
     *((name, value, "must be a number") for name in NUMBERS for value in NO_NUMBER),
     *((name, value, "must be a finite number") for name in NUMBERS
       for value in (float("nan"), float("inf"), np.float32("nan"))),
-    *((name, 1e30, "must be below 1e+30 in size") for name in ("temperature", "repeat_penalty")),
+    ("temperature", 1e30, "must be below 1e+30 in size"),
     *((name, None, "must be an integer") for name in ("max_tokens", "top_k", "min_tokens")),
     ("temperature", -0.1, "temperature = -0.1 must be at least 0"),
     ("temperature", 10**400, "must be below 1e+30 in size"),
@@ -86,7 +86,7 @@ BAD = [
     ("top_p", 0, "top_p = 0 must be in (0, 1]"),
     ("top_p", 1.5, "top_p = 1.5 must be in (0, 1]"),
     ("min_p", 2, "min_p = 2 must be in [0, 1]"),
-    ("repeat_penalty", 0, "repeat_penalty = 0 must be above 0"),
+    ("repeat_penalty", 0, "repeat_penalty = 0 must be in [0.01, 100]"),
     ("max_tokens", -1, "max_tokens = -1 must be at least 0"),
     ("top_k", 2**31, "top_k = 2147483648 must be in 0..2^31-1"),
     ("seed", -1, "seed = -1 must be in 0..2^63-1"),

@@ -187,7 +187,7 @@ def test_a_stop_string_across_tokens(llm):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"repeat_penalty": 0.0}, "repeat_penalty = 0.0 must be above 0"),
+        ({"repeat_penalty": 0.0}, "repeat_penalty = 0.0 must be in [0.01, 100]"),
         ({"presence_penalty": float("nan")}, "presence_penalty = nan must be a finite number"),
         ({"frequency_penalty": float("inf")}, "frequency_penalty = inf must be a finite number"),
         ({"min_tokens": -1}, "min_tokens = -1 must be in"),

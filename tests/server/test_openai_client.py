@@ -6,13 +6,9 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import chat_model
-import idle_engine
 import pytest
 from chat_model import SCHEMA, check_schema
-from running_server import KEY, MODEL, Running
-
-import graphllm
+from running_server import KEY, MODEL
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
@@ -25,19 +21,6 @@ TOOLS = [
     for name in ("add", "get-time")
 ]  # fmt: skip
 FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory) -> graphllm.LLM:
-    return chat_model.load(tmp_path_factory.mktemp("openai"))
-
-
-@pytest.fixture(scope="module")
-def server(llm) -> Iterator[Running]:
-    running = Running(llm, keys=[KEY])
-    yield running
-    running.stop()
-    idle_engine.check(llm)
 
 
 @pytest.fixture(scope="module")

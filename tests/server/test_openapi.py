@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import chat_model
-import idle_engine
 import pytest
-from running_server import KEY, Running
+from running_server import KEY
 
 import graphllm
 
@@ -20,14 +18,6 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory) -> graphllm.LLM:
     return chat_model.load(tmp_path_factory.mktemp("openapi"), context=128)
-
-
-@pytest.fixture(scope="module")
-def server(llm) -> Iterator[Running]:
-    running = Running(llm, keys=[KEY])
-    yield running
-    running.stop()
-    idle_engine.check(llm)
 
 
 @pytest.fixture(scope="module")

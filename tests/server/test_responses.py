@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import chat_model
-import idle_engine
 import pytest
 from chat_model import SCHEMA, check_schema
-from running_server import KEY, MODEL, Running
+from running_server import KEY, MODEL
 from scripted_answers import completion, frames, served
 
-import graphllm
 from graphllm.server.chat_text import chat_text, tool_use
 from graphllm.server.responses import ResponseAnswer
 
@@ -47,19 +44,6 @@ CHAT = [
     {"role": "tool", "tool_call_id": "c1", "content": "5"},
     {"role": "tool", "tool_call_id": "c2", "content": "6"},
 ]
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory) -> graphllm.LLM:
-    return chat_model.load(tmp_path_factory.mktemp("responses"))
-
-
-@pytest.fixture(scope="module")
-def server(llm) -> Iterator[Running]:
-    running = Running(llm, keys=[KEY])
-    yield running
-    running.stop()
-    idle_engine.check(llm)
 
 
 @pytest.fixture(scope="module")

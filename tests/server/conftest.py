@@ -1,0 +1,25 @@
+"""A chat model and its server, for the tests with clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import chat_model
+import idle_engine
+import pytest
+from running_server import KEY, Running
+
+import graphllm
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory) -> graphllm.LLM:
+    return chat_model.load(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(llm) -> Iterator[Running]:
+    running = Running(llm, keys=[KEY])
+    yield running
+    running.stop()
+    idle_engine.check(llm)
