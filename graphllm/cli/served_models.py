@@ -98,6 +98,7 @@ class ServedModels:
         one = {
             "--chat-template": self.chat_template is not None,
             "--model-def": options.model_def is not None,
+            "--draft": options.draft is not None,
             "--record": records,
         }
         for flag, given in one.items():
