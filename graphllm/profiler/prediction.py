@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import backends as registry
 from ..arguments import Integer, Optional, check
-from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint, states_pooling
 from ..compiler.plan import Copies, Plan
 from ..engine.encoder_engine import EncoderEngine
 from ..engine.engine import Engine
@@ -277,7 +277,7 @@ def _threads(planner: Planner) -> int:
 
 def _encoder_run(file: Checkpoint, spec: ModelSpec, own: Mapping[str, Any]) -> DryRun:
     """Return the dry run of an encoder: a full batch of texts of ``depth`` tokens each."""
-    pooled = (file.path / "modules.json").is_file()
+    pooled = states_pooling(file.path, file.metadata)
     head = "" if pooled else head_of(file, spec)
     encoder = build_model(file, spec, own["type"], head=head)
     assert isinstance(encoder, Encoder)
