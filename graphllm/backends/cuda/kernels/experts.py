@@ -187,9 +187,10 @@ def _gemv(ctx: KernelContext, arg: bytes, ids: OperandRef | None, gate: Gate | N
     kernel = _gemv_module(name, integer, halves, gated, floats)[
         "unaligned" if x.dtype.quantised and not rows_aligned(x, 16) else "aligned"
     ]
+    quantised = activation_of(dtype(name)) if floats else None
     return Launch(
         kernel, (pairs, ceil(n, WARPS * rows)), threads, (arg,),
-        activation_of(dtype(name)).row_nbytes(depth) if floats else 0,
+        quantised.row_nbytes(depth) if quantised else 0,
         triggers_after_wait=ids is not None, prefetches=[ctx.w, *([gate.w] if gate else [])],
     )  # fmt: skip
 
