@@ -19,6 +19,7 @@ import numpy as np
 from gpu_shared import Lines, measure_ceilings
 
 from graphllm import ops
+from graphllm.graph.dtype import CACHED, dtype
 from graphllm.graph.tensor import Tensor, Var, feed, state
 from graphllm.runtime.executor import Executor
 
@@ -94,7 +95,7 @@ def attention(sequences: int, cached: int, kind: str) -> Lines:
             ("the last 512 of 8192", [8192], [512], 512),
         ]
     read = max(measure_ceilings().memory["read"].values())
-    row = 2 * KV_HEADS * DEPTH * (2 if kind == "f16" else 34 / 32)
+    row = 2 * KV_HEADS * dtype(kind).row_nbytes(DEPTH)
     yield f"{'attention, ' + kind:<24} {'us/layer':>9} {'limit us':>9} {'share':>6}"
     for name, lengths, queries, tokens in cases:
         us, limit = attention_time(lengths, queries, kind, tokens), 1e6 * sum(lengths) * row / read
@@ -177,7 +178,7 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=("attention", "sampling"))
     parser.add_argument("-n", "--sequences", type=int, default=0, help="Instead of 1 to 256.")
     parser.add_argument("-c", "--cached", type=int, default=512, help="Tokens in each cache.")
-    parser.add_argument("--kv-type", default="f16", choices=("f16", "q8_0"))
+    parser.add_argument("--kv-type", default="f16", choices=CACHED[1:])
     asked = parser.parse_args()
     if asked.part != "sampling":
         for line in attention(asked.sequences, asked.cached, asked.kv_type):

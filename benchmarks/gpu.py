@@ -210,6 +210,7 @@ PARTS: dict[str, Part] = {
 MODEL_PARTS: dict[str, ModelPart] = {
     "models": gpu_models.models,
     "goals": gpu_goals.goals,
+    "kv": gpu_models.kv,
     "idle": gpu_models.idle,
     "batch": gpu_models.batch,
     "profile": gpu_models.profile,

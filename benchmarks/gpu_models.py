@@ -20,6 +20,7 @@ from graphllm.engine.engine import Engine
 from graphllm.engine.request import Sampling
 from graphllm.engine.sampler import sampling_outputs
 from graphllm.errors import GraphllmError
+from graphllm.graph.dtype import CACHED
 from graphllm.loading.load import build_decoder
 from graphllm.model.batch import Batch as StepBatch
 from graphllm.model.batch import Limits
@@ -71,6 +72,22 @@ def prompt_flops(engine: Engine, test: bench.Test) -> float:
     ends = range(test.depth, test.depth + test.prompt, size)
     last = test.depth + test.prompt
     return sum(bench.step_flops(plan, at, min(size, last - at)) for at in ends)
+
+
+# ---------------------------------------------------------------------------------- types of cache
+
+
+def kv(only: list[Model]) -> Lines:
+    """Decode by type of the KV cache, with 512 and 4,096 tokens in it."""
+    tests = (DECODE, LONG[0])
+    yield f"{'shape':<12} {'format':<8} {'cache':<6} " + " ".join(f"{t.name:>14}" for t in tests)
+    for model in shared.select_models(only, (("mistral-7b", "q4_0"),)):
+        for kind in CACHED[1:]:  # all but float32
+            llm = shared.load_random(model, LONG[0].context + 64, kind)
+            rates = [median(bench.run(llm, t, ROUNDS, lambda done: None).rates) for t in tests]
+            each = " ".join(f"{rate:8.1f} tok/s" for rate in rates)
+            yield f"{model[0]:<12} {model[1]:<8} {kind:<6} {each}"
+            del llm
 
 
 # -------------------------------------------------------------------------------------------- idle

@@ -53,11 +53,11 @@ def memory_in_use() -> int:
     return int(total - free)
 
 
-def load_random(model: Model, context: int) -> LLM:
+def load_random(model: Model, context: int, kv_type: str = "f16") -> LLM:
     """Load a model with random weights on the GPU."""
     gc.collect()  # reference cycles of the previous model hold GPU memory
     file = RandomCheckpoint(*model)
-    limits = Limits(context=context)
+    limits = Limits(context=context, kv_dtype=kv_type)
     return LLM(file, build_decoder(file), {"backends": ORDER}, limits)
 
 

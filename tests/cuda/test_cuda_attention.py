@@ -22,7 +22,7 @@ MANY = (
     PackedBatch((70, 3), (200, 130), block=64, slots=512, width=4),
     PackedBatch((20,), (300,), block=128, slots=512, width=3, forget=13),
 )
-SHAPES = (((4, 2), 64), ((3, 1), 96), ((8, 1), 128), ((2, 2), 256), ((8, 2), (128, 64)))
+SHAPES = (((6, 3), 64), ((3, 1), 96), ((8, 1), 128), ((2, 2), 256), ((8, 2), (128, 64)))
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ struct Attention {
     i64 k_stride;
     const u8* v;
     i64 v_stride;  // bytes between slots
+    i64 k_scales, v_scales;  // of quantised pools: bytes from a slot to its scales
     const int *q_start, *kv_len, *table;
     i64 table_width;
     const float *sinks, *slopes;

@@ -13,13 +13,14 @@ The keys of a query are divided into splits, whose results attention_merge.cu me
 from __future__ import annotations
 
 from ....backends.alignment import aligned
-from ....graph.dtype import CACHED, dtype
+from ....graph.dtype import CACHED
 from ....graph.op import get
 from ....graph.tensor import Tensor
 from ... import ROWS
 from .. import BACKEND
 from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext
+from ..runtime.pool_layout import scales_offset
 from ..runtime.source import Module, module
 from ..runtime.work import MOSTLY_CACHE, Launch, ceil
 from .quantize import HALVES, has_row_scales, quantise, target, unit
@@ -37,8 +38,8 @@ _MLA_SIZES = (576, 512)  # depth and width of MLA (DeepSeek)
 _SPAN = 256  # elements of a row of which a thread of that kernel holds eight
 _TARGET_BLOCKS = 264  # thread blocks that about fill a GPU
 _TENSOR_SPLIT, _SCALAR_SPLIT = 256, 64  # least keys of a split
-_MAX_SPLITS, _MAX_SLOTS = 32, 72  # of a token; the former as in attention.cuh
-_MOST_SHARED, _OTHER_SHARED = 228 << 10, 6 << 10  # bytes of a multiprocessor, and of a block
+_MAX_SPLITS, _MAX_SLOTS = 32, 144  # of a token; the former as in attention.cuh
+_TILES_PER_BLOCK = 2  # of attention_decode.cu: up to this number partial results are those of tiles
 _SLOTS_OF_MANY = 8  # partial results of tiles that each of many tokens has room for
 
 
@@ -165,7 +166,8 @@ def _argument(
     block = attrs["block"]
     return _ARGUMENT.pack(
         q=q.address, q_stride=q.row_stride, k=k.address, k_stride=k.row_stride, v=v.address,
-        v_stride=v.row_stride, q_start=ctx.q_start.address, kv_len=ctx.kv_len.address,
+        v_stride=v.row_stride, k_scales=scales_offset(k.meta), v_scales=scales_offset(v.meta),
+        q_start=ctx.q_start.address, kv_len=ctx.kv_len.address,
         table=table.address, table_width=table.meta.bound().shape[1], sinks=ctx.address("sinks"),
         slopes=ctx.address("slopes"), position_bias=ctx.address("position_bias"),
         reach=ctx.position_bias.width // 2 if ctx.position_bias else 0,
@@ -188,9 +190,8 @@ def _tiled_module(kind: str, depth: int, biased: bool) -> Module:
     return module("attention_tiled", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
 
 
-def _merge_module(width: int, rows: int) -> Module:
-    vector = 1 if rows <= _FEW_TOKENS else 4
-    return module("attention_merge", WIDTH=width, VECTOR=vector)
+def _merge_module(width: int, few: bool) -> Module:
+    return module("attention_merge_few" if few else "attention_merge", WIDTH=width)
 
 
 def _split_module(kind: str, depth: int, width: int, together: int, biased: bool) -> Module:
@@ -205,35 +206,19 @@ def _generic_module(k: str, v: str) -> Module:
 def _merge(ctx: KernelContext, arg: bytes, rows: int, result: bytes, step: int) -> Launch:
     """Merge partial results to the target ``result``; ``step``: see `unit`."""
     heads, _, _, width = _sizes(ctx.node)
-    made = _merge_module(width, rows)
-    vector = int(dict(made.defines)["VECTOR"])  # results of a thread
-    grid = (rows, ceil(heads * width, 256 * vector))
-    args = (arg, result)
-    return Launch(made[f"merge_{step}"], grid, (256,), args, shared_percent=MOSTLY_CACHE)
+    few = rows <= _FEW_TOKENS
+    made = _merge_module(width, few)
+    results = (128 if step == 1 else 256) if few else 1024  # of a block
+    kernel, grid = made[f"merge_{step}"], (rows, ceil(heads * width, results))
+    return Launch(kernel, grid, (512 if few else 256,), (arg, result), shared_percent=MOSTLY_CACHE)
 
 
-def _resident(kind: str, depth: int) -> int:
+def _resident(ctx: KernelContext) -> int:
     """Thread blocks of attention_decode.cu that fit on a multiprocessor, as stated there."""
-    return 2 if depth > 128 else 3 if depth > 64 and kind == "f16" else 4
-
-
-def _staged_nbytes(kind: str, depth: int) -> int:
-    """STAGED_BYTES of attention_loads.cuh: keys and values in shared memory."""
-    head = dtype(kind).row_nbytes(depth)
-    before = max(0, 16 - (head & -head))
-    return 0 if kind == "f16" else 3 * _TILE_KEYS * 16 * (ceil(before + head, 16) | 1)
-
-
-def _shared_percent(kind: str, depth: int) -> int:
-    """`Launch.shared_percent` of attention_decode.cu: room for the resident blocks.
-
-    The kernels before and after it keep `MOSTLY_CACHE`, because linears inherit their share.
-    """
-    if kind == "f16":
-        return MOSTLY_CACHE
-    logits_and_queries = 4 * 2 * _GROUP * (_TILE_KEYS + 8 + depth)
-    block = _staged_nbytes(kind, depth) + logits_and_queries + _OTHER_SHARED
-    return min(100, ceil(100 * _resident(kind, depth) * block, _MOST_SHARED))
+    node, (_, _, depth, _) = ctx.node, _sizes(ctx.node)
+    enough = _kind(node) != "f16" or ctx.device.gpu.capability >= (9, 0)  # registers
+    four = depth == 64 or (depth == 128 and not _has_logit_bias(node) and enough)
+    return 2 if depth > 128 else 4 if four else 3
 
 
 def _decode(ctx: KernelContext, room: int, result: bytes, step: int) -> list[Launch]:
@@ -245,14 +230,13 @@ def _decode(ctx: KernelContext, room: int, result: bytes, step: int) -> list[Lau
         return []
     slots, processors = _decode_slots(node), ctx.device.gpu.processors
     groups = kv_heads * ceil(heads // kv_heads, _GROUP)
-    kind = _kind(node)
-    blocks = processors * _resident(kind, depth)
-    arg = _argument(ctx, 0, room, slots, queries, fine=blocks, rows=rows)
+    kind, biased = _kind(node), _has_logit_bias(node)
+    blocks = processors * _resident(ctx)
+    arg = _argument(ctx, 0, room, slots, queries, fine=_TILES_PER_BLOCK * blocks, rows=rows)
     grid = (min(rows * slots * groups, blocks),)
-    kernel = _decode_module(kind, depth, _has_logit_bias(node))["attend"]
-    shared = _staged_nbytes(kind, depth) + 12 * (rows + 1)  # and the counts of units
-    attend = Launch(kernel, grid, (128,), (arg,), shared,
-                    shared_percent=_shared_percent(kind, depth))  # fmt: skip
+    kernel = _decode_module(kind, depth, biased)["attend"]
+    shared = 12 * (rows + 1)  # counts of units
+    attend = Launch(kernel, grid, (128,), (arg,), shared, shared_percent=MOSTLY_CACHE)
     return [attend, _merge(ctx, arg, rows, result, step)]
 
 
@@ -358,8 +342,8 @@ def _all_instances() -> None:
     """Register the modules that common models use, so that tests compile them."""
     for kind in CACHED:
         for depth in _TENSOR_DEPTHS:
-            for rows in (1, _FEW_TOKENS + 1):
-                _merge_module(depth, rows)
+            for few in (True, False):
+                _merge_module(depth, few)
             for together in (1, 2, 4) if kind == "f32" else (1, 2, 4, 8):
                 for biased in (False, True):
                     _split_module(kind, depth, depth, together, biased)
@@ -370,8 +354,8 @@ def _all_instances() -> None:
         for together in (2, 4):
             _split_module(kind, *_MLA_SIZES, together, False)
         _generic_module(kind, kind)
-    for rows in (1, _FEW_TOKENS + 1):
-        _merge_module(_MLA_SIZES[1], rows)
+    for few in (True, False):
+        _merge_module(_MLA_SIZES[1], few)
 
 
 _all_instances()

@@ -7,8 +7,8 @@
 // A block takes 64 keys of a KV head at a time, for up to eight of its query heads. Matrices are transposed,
 // so that heads are the eight columns of a product. Keys: a warp multiplies 16 of them with all queries, and
 // shares the logits. Values: a warp multiplies all of them in its dimensions. Fragments are loaded from the
-// pools as they are, without shared memory: threads take 16 adjacent bytes of a key, so that the elements of
-// a product's steps are permuted, in the keys as in the queries, and attention_tiled.cu has them in the same
+// pools without shared memory: threads take eight adjacent elements of a key, so that the elements of a
+// product's steps are permuted, in the keys as in the queries, and attention_tiled.cu has them in the same
 // order. The bits of a query's result are those of attention_tiled.cu.
 
 #include "attention.cuh"
@@ -24,15 +24,22 @@ constexpr int EACH = (PARTS + WARPS - 1) / WARPS;  // products of a warp
 
 constexpr int PARTIAL = DEPTH + 4;                 // floats of a partial result: sums, top, total
 constexpr int LOGITS = TILE_KEYS + 8;              // floats between heads: reads cover all banks
-constexpr int RESIDENT = DEPTH > 128 ? 2 : DEPTH > 64 && POOL == 1 ? 3 : 4;  // blocks of a multiprocessor, as in attention.py
+// Blocks of a multiprocessor, as in attention.py: as many as registers allow.
+constexpr bool FOUR = DEPTH == 64 || DEPTH == 128 && !BIASED && (POOL != 1 || __CUDA_ARCH__ >= 900);
+constexpr int RESIDENT = DEPTH > 128 ? 2 : FOUR ? 4 : 3;
+constexpr int QUERY = DEPTH + (DEPTH % 64 ? 0 : 32);  // halves between queries: two rows of 64 bytes cover all banks
+constexpr int CHUNKS = (DEPTH + THREADS - 1) / THREADS;  // of eight elements of queries that a thread loads
 constexpr u32 ONES = 0x3c003c00u;
 // Rows up to which the next kernel starts late: it would request its weights while `rope_write` and then this
 // kernel wait for small loads, and blocks without work leave it the whole GPU.
 constexpr int LATE_ROWS = 16;
 
-struct __align__(16) Shared {  // rows of q are copied 16 bytes at a time
+struct __align__(16) Shared {
+    u16 q[2][GROUP][QUERY];
     float logits[2][GROUP][LOGITS];
-    float q[2][GROUP][DEPTH];
+#if POOL != 1
+    u16 scales[2][SCALES][TILE_KEYS];  // of values
+#endif
     Unit units[4];  // number n in n % 4: the present one, two before it and the next
     Count scan[WARPS];
 };
@@ -41,12 +48,7 @@ struct __align__(16) Shared {  // rows of q are copied 16 bytes at a time
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a TIMESTAMPS) {
     RECORD_TIMESTAMPS
     __shared__ Shared s;
-    DYNAMIC_SHARED(uint4, memory);
-#if POOL == 1
-    Count* starts = (Count*)memory;
-#else
-    Count* starts = (Count*)((u8*)memory + STAGED_BYTES);
-#endif
+    DYNAMIC_SHARED(Count, starts);
     const bool late = a.most_rows <= LATE_ROWS;
     if (!late) launch_next();
     const int tokens = (int)*(volatile const i64*)a.tokens;
@@ -74,32 +76,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     }
 
     const bool active = EACH > 1 || PARTS == WARPS || warp < PARTS;  // has dimensions of values
-    Loads loads(a, memory, active);
+    Loads loads(a, active);
     Pages pages, later;  // of the present and the next unit
-    // Copy the queries of a unit to shared memory.
-    auto copy_queries = [&](const Unit& u, int buffer) {
+    // Load queries of a unit, and store them in shared memory as f16: eight elements of a chunk.
+    auto load_queries = [&](const Unit& u, float4 (&x)[CHUNKS][2]) {
         const float* from = (const float*)(a.q + u.query.token * a.q_stride) + u.head * DEPTH;
-        for (int i = thread; i < u.heads * DEPTH / 4; i += THREADS)
-            copy16((u16*)(&s.q[buffer][0][0] + 4 * i), (const u8*)(from + 4 * i));
-        close_copies();
+#pragma unroll
+        for (int n = 0; n < CHUNKS; n++) {
+            const int at = min(8 * (thread + n * THREADS), u.heads * DEPTH - 8);
+            x[n][0] = *(const float4*)(from + at), x[n][1] = *(const float4*)(from + at + 4);
+        }
     };
-    // Load the queries of unit `number`. Those of a block's first unit are not copied before.
-    auto load_queries = [&](const Unit& u, int number, u32 (&q)[VECTORS][4]) {
-        const int h = min(g, u.heads - 1);
-        const float* row = (const float*)(a.q + u.query.token * a.q_stride) + (u.head + h) * DEPTH;
-        if (number) row = s.q[number % 2][h];
-        float4 x[VECTORS][2];
+    auto store_queries = [&](const float4 (&x)[CHUNKS][2], int buffer) {
 #pragma unroll
-        for (int n = 0; n < VECTORS; n++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) x[n][i] = *(const float4*)(row + 32 * n + 8 * c + 4 * i);
-#pragma unroll
-        for (int n = 0; n < VECTORS; n++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                q[n][2 * i] = pair(x[n][i].x * a.scale, x[n][i].y * a.scale);
-                q[n][2 * i + 1] = pair(x[n][i].z * a.scale, x[n][i].w * a.scale);
-            }
+        for (int n = 0; n < CHUNKS; n++) {
+            const int at = 8 * (thread + n * THREADS);
+            const float4 &y = x[n][0], &z = x[n][1];
+            if (at < GROUP * DEPTH)
+                *(uint4*)&s.q[buffer][at / DEPTH][at % DEPTH] =
+                    make_uint4(pair(y.x * a.scale, y.y * a.scale), pair(y.z * a.scale, y.w * a.scale),
+                               pair(z.x * a.scale, z.y * a.scale), pair(z.z * a.scale, z.w * a.scale));
+        }
     };
 
     {
@@ -107,15 +104,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         const bool ahead = a.metadata_ready && min(range.high, (unit.tile + 1) * TILE_KEYS) <= range.old;
         pages.load(a, range, unit.tile);
         auto load = [&]() {
-            loads.load_keys(a, unit, unit.tile, pages), loads.close();
-            loads.load_values(a, unit, unit.tile, pages, 0), loads.close();
+            loads.load_keys(a, unit, unit.tile, pages);
+            loads.load_values(a, unit, unit.tile, pages);
         };
         if (ahead) load();
         if (thread == 0) s.units[0] = unit, units.get(a, 1, s.units[1]);
-        __syncthreads();
         wait_for_previous();
         if (late) launch_next();
+        float4 x[CHUNKS][2];
+        load_queries(unit, x);
         if (!ahead) load();
+        store_queries(x, 0);
+        __syncthreads();
     }
     int parity = 0;
 #pragma unroll 1
@@ -124,25 +124,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         if (!unit.there) return;
         if (thread == 0) units.get(a, number + 2, s.units[(number + 2) % 4]);
         const int heads = unit.heads, end = unit.end;
-        u32 q[VECTORS][4];
-        load_queries(unit, number, q);
         if (after.there) later.load(a, after.query.keys, after.tile);
         float acc[EACH][OWN / 2][4] = {}, totals[2] = {}, top = -INFINITE;  // top: of head g
 #pragma unroll 1
         for (int tile = unit.tile; tile < end; tile++, parity ^= 1) {
             const bool last = tile + 1 == end;
-            loads.wait_keys();
-            if (last && after.there) copy_queries(after, (number + 1) % 2);
+            float4 queries[CHUNKS][2];
+            if (last && after.there) load_queries(after, queries);
             float scores[4] = {};
 #pragma unroll
             for (int n = 0; n < VECTORS; n++) {
+                const uint4 q = *(const uint4*)&s.q[number % 2][g][32 * n + 8 * c];
                 u32 one[4], two[4];
-                loads.key(unit, 0, n, one), loads.key(unit, 1, n, two);
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    u32 k[4] = {one[2 * h], two[2 * h], one[2 * h + 1], two[2 * h + 1]};
-                    multiply(scores, k, q[n][2 * h], q[n][2 * h + 1]);
-                }
+                loads.keys[0].pairs(n, one), loads.keys[1].pairs(n, two);
+                const u32 low[4] = {one[0], two[0], one[1], two[1]}, high[4] = {one[2], two[2], one[3], two[3]};
+                multiply(scores, low, q.x, q.y);
+                multiply(scores, high, q.z, q.w);
             }
 #pragma unroll
             for (int e = 0; e < 4; e++)
@@ -150,20 +147,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
             // The next keys and values are loaded as soon as there is room for them.
             const Unit& next = last ? after : unit;
             const int next_tile = last ? after.tile : tile + 1;
-            loads.release_keys();
             if (next.there) {
                 if (last) pages = later;
                 else if (next_tile * (TILE_KEYS / PAGES) - pages.first >= WARP) pages.load(a, next.query.keys, next_tile);
                 loads.load_keys(a, next, next_tile, pages);
             }
-            loads.close();
-            loads.wait_values();
-            if (last && !Loads::EARLY_VALUES) wait_copies<0>();
+            if (last && after.there) store_queries(queries, (number + 1) % 2);
+#if POOL == 1
+            const u16(*scales)[TILE_KEYS] = nullptr;
+#else
+            u16(*scales)[TILE_KEYS] = s.scales[parity];
+            loads.share_scales(scales);
+#endif
             __syncthreads();
-            if (Loads::EARLY_VALUES) {
-                if (next.there) loads.load_values(a, next, next_tile, pages, parity ^ 1);
-                loads.close();
-            }
 
             float weights[TILE_KEYS / 16][4], most = -INFINITE;
             const HeadBias bias = BIASED ? HeadBias(a, unit.head + min(g, heads - 1)) : HeadBias();
@@ -216,13 +212,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
                     float parts[OWN / 2][4] = {};
 #pragma unroll
                     for (int t = 0; t < TILE_KEYS / 16; t++) {
-                        u32 v[4][OWN / 2];
-#pragma unroll
-                        for (int i = 0; i < 4; i++) loads.value(unit, n, t, i, parity, v[i]);
+                        u32 v[2][OWN];
+                        loads.value_pairs(n, t, scales, v);
 #pragma unroll
                         for (int i = 0; i < OWN / 2; i++) {
-                            u32 two[4] = {__byte_perm(v[0][i], v[1][i], 0x5410), __byte_perm(v[0][i], v[1][i], 0x7632),
-                                          __byte_perm(v[2][i], v[3][i], 0x5410), __byte_perm(v[2][i], v[3][i], 0x7632)};
+                            const u32 two[4] = {v[0][2 * i], v[0][2 * i + 1], v[1][2 * i], v[1][2 * i + 1]};
                             multiply(parts[i], two, p[t][0], p[t][1]);
                         }
                     }
@@ -231,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 #pragma unroll
                         for (int e = 0; e < 4; e++) merges[e % 2].add(acc[n][i][e], parts[i][e]);
                 }
-            if (!Loads::EARLY_VALUES && next.there) loads.load_values(a, next, next_tile, pages, 0);
+            if (next.there) loads.load_values(a, next, next_tile, pages);
         }
         float* partial = a.partials + ((unit.row * a.slots + unit.slot) * a.heads + unit.head) * PARTIAL;
 #pragma unroll

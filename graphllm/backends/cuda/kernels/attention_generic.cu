@@ -6,18 +6,16 @@
 
 #define THREADS 128
 
-// Element `at` of a head of `width` elements.
-template <int POOL> __device__ __forceinline__ float element(const u8* slot, int head, int at, int width) {
-    if (POOL == 0) return ((const float*)slot)[head * width + at];
-    if (POOL == 1) return from_f16(((const u16*)slot)[head * width + at]);
-    if (POOL == 4) {
-        const u8* own = slot + head * (width + 4);
-        return *(const float*)(own + width) * from_e4m3(own[at]);
-    }
+// Element `at` of a head of `width` elements. Quantised slots have the elements of all heads, and from `scales` on
+// their scales.
+template <int POOL>
+__device__ __forceinline__ float element(const u8* slot, i64 scales, int head, int at, int width) {
     const int number = head * width + at, i = number % 32;
-    const u8* block = slot + number / 32 * (POOL == 2 ? 34 : 18);
-    const float d = from_f16(*(const u16*)block);
-    return POOL == 2 ? d * as_i8(block[2 + i]) : d * ((block[2 + i % 16] >> i / 16 * 4 & 15) - 8);
+    if (POOL == 0) return ((const float*)slot)[number];
+    if (POOL == 1) return from_f16(((const u16*)slot)[number]);
+    if (POOL == 4) return ((const float*)(slot + scales))[head] * from_e4m3(slot[number]);
+    const float d = from_f16(((const u16*)(slot + scales))[number / 32]);
+    return POOL == 2 ? d * as_i8(slot[number]) : d * ((slot[number / 32 * 16 + i % 16] >> i / 16 * 4 & 15) - 8);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4) attend(Attention a, int depth,
@@ -43,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) attend(Attention a, int
             slots[thread] = (i64)a.table[visible.sequence * a.table_width + page] * block + j % block;
             const u8* key = a.k + slots[thread] * a.k_stride;
             float sum = 0;
-            for (int e = 0; e < depth; e++) sum = fmaf(q[e], element<K_POOL>(key, kv, e, depth), sum);
+            for (int e = 0; e < depth; e++) sum = fmaf(q[e], element<K_POOL>(key, a.k_scales, kv, e, depth), sum);
             x = logit(a, sum * a.scale, j - visible.position, bias);
         }
         float most = fmaxf(top, block_max(x)), shrink = top == -INFINITE ? 0 : __expf(top - most);
@@ -55,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) attend(Attention a, int
             float sum = acc[e] * shrink;
             for (int i = 0; i < count; i++)
                 sum = fmaf(weights[i],
-                           element<V_POOL>(a.v + slots[i] * a.v_stride, kv, e, width), sum);
+                           element<V_POOL>(a.v + slots[i] * a.v_stride, a.v_scales, kv, e, width),
+                           sum);
             acc[e] = sum;
         }
         __syncthreads();

@@ -1,13 +1,7 @@
 #pragma once
-// How attention_decode.cu loads the keys and values of a tile. `Loads` has those of a thread:
-//
-//   load_keys, load_values   request those of a tile; `close` ends each
-//   wait_keys, wait_values   until all but the last request are complete; values are there after a barrier
-//   release_keys             before the next ones are requested
-//   key, value               elements as pairs of f16
-//
-// A warp has 16 keys of a tile in all dimensions, and all values in its own dimensions: a thread has keys number
-// g and g + 8, and OWN adjacent dimensions of the values 16 t + 2 c + {0, 1, 8, 9}.
+// How attention_decode.cu loads the keys and values of a tile. `Loads` has those of a thread, in registers, as they
+// are stored. A warp has 16 keys of a tile in all dimensions, and all values in its own dimensions: a thread has
+// keys number g and g + 8, and OWN adjacent dimensions of the values 16 t + 2 c + {0, 1, 8, 9}.
 
 #include "attention_units.cuh"
 
@@ -38,157 +32,173 @@ __device__ __forceinline__ int within(const VisibleKeys& range, int key) {
     return min(max(key, range.low), range.high - 1);
 }
 
+// Addresses of the slots of a tile's keys: of a tile for which `is_whole`, and of any tile, for which all threads of a
+// warp ask together.
+struct AdjacentSlots {
+    const u8* first;
+    i64 stride;
+    __device__ __forceinline__ const u8* at(int j) const { return first + j * stride; }
+};
+
+struct TableSlots {
+    const Attention& a;
+    const VisibleKeys& range;
+    const Pages& pages;
+    int tile;
+    const u8* pool;
+    i64 stride;
+    __device__ __forceinline__ const u8* at(int j) const {
+        return pool + pages.slot(a, within(range, tile * TILE_KEYS + j)) * stride;
+    }
+};
+
+// A key of a thread: 8 elements of every 32.
+struct Key {
 #if POOL == 1
-// In registers, as they are stored.
-struct Loads {
-    static constexpr bool EARLY_VALUES = false;  // the present ones have the registers of the next
-    uint4 keys[2][VECTORS];
-    u32 values[EACH][TILE_KEYS / 16][4][OWN / 2];
-    const bool active;
+    uint4 vectors[VECTORS];
 
-    __device__ __forceinline__ Loads(const Attention& a, uint4* memory, bool active) : active(active) {}
-
-    __device__ __forceinline__ void load_key(const Unit& u, int i, const u8* row) {
+    __device__ __forceinline__ void load(const u8* slot, i64 scales_at, int kv, bool aligned) {
 #pragma unroll
         for (int n = 0; n < VECTORS; n++)
-            keys[i][n] = load_once16(row + 2 * (u.kv * DEPTH + 32 * n + 8 * (threadIdx.x % 4)));
+            vectors[n] = load_once16(slot + 2 * (kv * DEPTH + 32 * n + 8 * (threadIdx.x % 4)));
     }
-    __device__ __forceinline__ void load_value(const Unit& u, int t, int i, const u8* row) {
-        const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
+    // Elements of vector n as pairs of f16.
+    __device__ __forceinline__ void pairs(int n, u32* to) const {
+        to[0] = vectors[n].x, to[1] = vectors[n].y, to[2] = vectors[n].z, to[3] = vectors[n].w;
+    }
+#else
+    uint2 vectors[VECTORS];
+    u32 scales[(SCALES + 1) / 2];  // two f16, or a float32
+
+    // `aligned`: the slot, to eight bytes.
+    __device__ __forceinline__ void load(const u8* slot, i64 scales_at, int kv, bool aligned) {
+#pragma unroll
+        for (int n = 0; n < VECTORS; n++) {
+            const u8* from = slot + kv * HEAD_BYTES + byte_of(32 * n + 8 * (threadIdx.x % 4));
+            vectors[n] = aligned ? load_once8(from) : make_uint2(load_once4(from), load_once4(from + 4));
+        }
+        const u8* from = slot + scales_at + kv * SCALE_BYTES;
+#pragma unroll
+        for (int n = 0; n < (SCALES + 1) / 2; n++) {
+            if (SCALE_BYTES % 4 == 0) scales[n] = load_once4(from + 4 * n);
+            else scales[n] = load_once2(from + 4 * n) | (2 * n + 1 < SCALES ? load_once2(from + 4 * n + 2) << 16 : 0);
+        }
+    }
+    __device__ __forceinline__ void pairs(int n, u32* to) const {
+        const u32 scale = POOL == 4 ? scale_half(scales[0]) * 0x10001u
+                                    : __byte_perm(scales[n / 2], 0, n % 2 ? 0x3232 : 0x1010);
+        eight_halves(vectors[n], 32 * n + 8 * (threadIdx.x % 4), scale, to);
+    }
+#endif
+};
+
+struct Loads {
+    Key keys[2];
+    u32 values[EACH][TILE_KEYS / 16][4][POOL == 1 ? OWN / 2 : 1];
+    const bool active, aligned;
+#if POOL != 1
+    // Scales of the values of a tile, which the threads of a block load for each other, UNIT bytes at a time.
+    static constexpr int UNIT = SCALE_BYTES % 4 ? 2 : 4, UNITS = SCALE_BYTES / UNIT;
+    static constexpr int SHARE = (TILE_KEYS * UNITS + THREADS - 1) / THREADS;  // of a thread
+    u32 scales[SHARE];
+#endif
+
+    __device__ __forceinline__ Loads(const Attention& a, bool active)
+        : active(active), aligned(((u64)a.k | a.k_stride) % 8 == 0) {}
+
+    // First of the OWN dimensions of product n.
+    static __device__ __forceinline__ int dimension(int n) {
+        return (threadIdx.x / WARP * EACH + n) * SPREAD + OWN * (int)(threadIdx.x % WARP / 4);
+    }
+
+    template <class S> __device__ __forceinline__ void load_keys(const Attention& a, const Unit& u, const S& slots) {
+        const int first = threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4;
+#pragma unroll
+        for (int i = 0; i < 2; i++) keys[i].load(slots.at(first + 8 * i), a.k_scales, u.kv, aligned);
+    }
+    __device__ __forceinline__ void load_value(const Unit& u, int t, int i, const u8* slot) {
         if (!active) return;
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
-            const u8* from = row + 2 * (u.kv * DEPTH + (warp * EACH + n) * SPREAD + OWN * g);
+            u32* to = values[n][t][i];
+#if POOL == 1
+            const u8* from = slot + 2 * (u.kv * DEPTH + dimension(n));
             if (OWN == 4) {
                 const uint2 two = load_once8(from);
-                values[n][t][i][0] = two.x, values[n][t][i][OWN / 2 - 1] = two.y;
+                to[0] = two.x, to[OWN / 2 - 1] = two.y;
             } else {
-                values[n][t][i][0] = *(const u32*)from;
+                to[0] = load_once4(from);
             }
+#else
+            const u8* from = slot + u.kv * HEAD_BYTES + byte_of(dimension(n));
+            to[0] = OWN == 4 ? load_once4(from) : load_once2(from);
+#endif
         }
     }
-    __device__ __forceinline__ void load_keys(const Attention& a, const Unit& u, int tile, const Pages& pages) {
-        const int warp = threadIdx.x / WARP, first = tile * TILE_KEYS + 16 * warp + threadIdx.x % WARP / 4;
-        const VisibleKeys& range = u.query.keys;
-        if (is_whole(a, range, tile)) {
-            const u8* row = a.k + pages.slot(a, first) * a.k_stride;
-#pragma unroll
-            for (int i = 0; i < 2; i++) load_key(u, i, row + 8 * i * a.k_stride);
-            return;
-        }
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            load_key(u, i, a.k + pages.slot(a, within(range, first + 8 * i)) * a.k_stride);
-    }
-    __device__ __forceinline__ void load_values(const Attention& a, const Unit& u, int tile, const Pages& pages,
-                                                int buffer) {
-        const int first = tile * TILE_KEYS + threadIdx.x % 4 * 2;
-        const VisibleKeys& range = u.query.keys;
-        if (is_whole(a, range, tile)) {
-            const u8* row = a.v + pages.slot(a, first) * a.v_stride;
-#pragma unroll
-            for (int t = 0; t < TILE_KEYS / 16; t++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) load_value(u, t, i, row + (16 * t + i % 2 + i / 2 * 8) * a.v_stride);
-            return;
-        }
+    template <class S> __device__ __forceinline__ void load_values(const Attention& a, const Unit& u, const S& slots) {
 #pragma unroll
         for (int t = 0; t < TILE_KEYS / 16; t++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int key = within(range, first + 16 * t + i % 2 + i / 2 * 8);
-                load_value(u, t, i, a.v + pages.slot(a, key) * a.v_stride);
-            }
-    }
-    __device__ __forceinline__ void close() {}
-    __device__ __forceinline__ void wait_keys() {}
-    __device__ __forceinline__ void wait_values() {}
-    __device__ __forceinline__ void release_keys() {}
-
-    __device__ __forceinline__ void key(const Unit& u, int i, int n, u32* to) const {
-        to[0] = keys[i][n].x, to[1] = keys[i][n].y, to[2] = keys[i][n].z, to[3] = keys[i][n].w;
-    }
-    __device__ __forceinline__ void value(const Unit& u, int n, int t, int i, int buffer, u32* to) const {
+            for (int i = 0; i < 4; i++)
+                load_value(u, t, i, slots.at(16 * t + (int)threadIdx.x % 4 * 2 + i % 2 + i / 2 * 8));
+#if POOL != 1
 #pragma unroll
-        for (int e = 0; e < OWN / 2; e++) to[e] = values[n][t][i][e];
-    }
-};
-#else
-// In shared memory, as they are stored: scales make rows of a few bytes more than a power of two, so that threads
-// could load two or four bytes at a time. Heads are copied with what is before and after them in the same 16 bytes;
-// if slots are not aligned to 16 bytes, in words of four.
-constexpr int LOW_BIT = HEAD_BYTES & -HEAD_BYTES, MOST_BEFORE = LOW_BIT < 16 ? 16 - LOW_BIT : 0;
-constexpr int PIECES = (MOST_BEFORE + HEAD_BYTES + 15) / 16;  // of 16 bytes
-constexpr int PITCH = 16 * (PIECES | 1);                      // an odd number of them spreads rows over the banks
-constexpr int STAGED_BYTES = 3 * TILE_KEYS * PITCH;           // a buffer of keys and two of values
-
-struct Loads {
-    static constexpr bool EARLY_VALUES = true;
-    u8 *k, *v;
-    const int align;
-
-    __device__ __forceinline__ Loads(const Attention& a, uint4* memory, bool active)
-        : k((u8*)memory), v((u8*)memory + TILE_KEYS * PITCH),
-          align(((u64)a.k | (u64)a.v | a.k_stride | a.v_stride) % 16 ? 4 : 16) {}
-
-    // Bytes that are copied before a head.
-    __device__ __forceinline__ int before(int kv) const { return kv * HEAD_BYTES & (align - 1); }
-
-    // Copy the heads of COUNT keys, from number `first` of a tile on, by BY threads of which `thread` is one.
-    template <int COUNT, int BY>
-    __device__ __forceinline__ void copy_heads(const Attention& a, u8* to, const u8* pool, i64 stride, const Unit& u,
-                                               int tile, int first, const Pages& pages, int thread) const {
-        const VisibleKeys range = u.query.keys;
-        const int skipped = before(u.kv), end = skipped + HEAD_BYTES;
-        pool += u.kv * HEAD_BYTES - skipped, first += tile * TILE_KEYS;
-        constexpr int STEPS = (COUNT * PIECES + BY - 1) / BY;
-        if (align == 16) {
-            const bool whole = is_whole(a, range, tile);
-            const u8* start = whole ? pool + pages.slot(a, first) * stride : pool;
-#pragma unroll
-            for (int n = 0; n < STEPS; n++) {
-                const int i = thread + n * BY, row = i / PIECES, at = 16 * (i - row * PIECES);
-                i64 slot = row;
-                if (!whole) slot = pages.slot(a, within(range, first + min(row, COUNT - 1)));
-                if (row < COUNT && at < end) copy16((u16*)(to + row * PITCH + at), start + slot * stride + at);
-            }
-            return;
+        for (int n = 0; n < SHARE; n++) {
+            const int i = threadIdx.x + n * THREADS;
+            const u8* from = slots.at(min(i / UNITS, TILE_KEYS - 1)) + a.v_scales;
+            from += u.kv * SCALE_BYTES + i % UNITS * UNIT;
+            if (i < TILE_KEYS * UNITS) scales[n] = UNIT == 4 ? load_once4(from) : load_once2(from);
         }
-#pragma unroll 1
-        for (int n = 0; n < STEPS; n++) {
-            const int i = thread + n * BY, row = i / PIECES, at = 16 * (i - row * PIECES);
-            const u8* from = pool + pages.slot(a, within(range, first + min(row, COUNT - 1))) * stride;
-            if (row >= COUNT) continue;
-#pragma unroll 1
-            for (int j = at; j < min(at + 16, end); j += 4)
-                copy4((float*)(to + row * PITCH + j), (const float*)(from + j));
-        }
-    }
-    __device__ __forceinline__ void load_keys(const Attention& a, const Unit& u, int tile, const Pages& pages) {
-        const int first = threadIdx.x / WARP * 16;
-        copy_heads<16, WARP>(a, k + first * PITCH, a.k, a.k_stride, u, tile, first, pages, threadIdx.x % WARP);
-    }
-    __device__ __forceinline__ void load_values(const Attention& a, const Unit& u, int tile, const Pages& pages,
-                                                int buffer) {
-        copy_heads<TILE_KEYS, THREADS>(a, v + buffer * TILE_KEYS * PITCH, a.v, a.v_stride, u, tile, 0, pages,
-                                       threadIdx.x);
-    }
-    __device__ __forceinline__ void close() { close_copies(); }
-    __device__ __forceinline__ void wait_keys() {
-        wait_copies<1>();
-        __syncwarp();
-    }
-    __device__ __forceinline__ void wait_values() { wait_copies<1>(); }
-    __device__ __forceinline__ void release_keys() { __syncwarp(); }
-
-    __device__ __forceinline__ void key(const Unit& u, int i, int n, u32* to) const {
-        const int row = threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4 + 8 * i;
-        StoredHead(k + row * PITCH, before(u.kv)).elements<8>(32 * n + 8 * (threadIdx.x % 4), to);
-    }
-    __device__ __forceinline__ void value(const Unit& u, int n, int t, int i, int buffer, u32* to) const {
-        const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
-        const int row = buffer * TILE_KEYS + 16 * t + threadIdx.x % 4 * 2 + i % 2 + i / 2 * 8;
-        StoredHead(v + row * PITCH, before(u.kv)).elements<OWN>((warp * EACH + n) * SPREAD + OWN * g, to);
-    }
-};
 #endif
+    }
+    // The same for a tile of a query.
+    __device__ __forceinline__ void load_keys(const Attention& a, const Unit& u, int tile, const Pages& pages) {
+        const VisibleKeys& range = u.query.keys;
+        if (is_whole(a, range, tile))
+            load_keys(a, u, AdjacentSlots{a.k + pages.slot(a, tile * TILE_KEYS) * a.k_stride, a.k_stride});
+        else
+            load_keys(a, u, TableSlots{a, range, pages, tile, a.k, a.k_stride});
+    }
+    __device__ __forceinline__ void load_values(const Attention& a, const Unit& u, int tile, const Pages& pages) {
+        const VisibleKeys& range = u.query.keys;
+        if (is_whole(a, range, tile))
+            load_values(a, u, AdjacentSlots{a.v + pages.slot(a, tile * TILE_KEYS) * a.v_stride, a.v_stride});
+        else
+            load_values(a, u, TableSlots{a, range, pages, tile, a.v, a.v_stride});
+    }
+
+#if POOL != 1
+    // Store the scales of values in shared memory, by number and key.
+    __device__ __forceinline__ void share_scales(u16 (*to)[TILE_KEYS]) const {
+#pragma unroll
+        for (int n = 0; n < SHARE; n++) {
+            const int i = threadIdx.x + n * THREADS, key = i / UNITS, unit = i % UNITS;
+            if (i >= TILE_KEYS * UNITS) break;
+            constexpr bool TWO = UNIT == 4 && POOL != 4;
+            to[TWO ? 2 * unit : unit][key] = scale_half(scales[n]);
+            if (TWO) to[2 * unit + 1][key] = (u16)(scales[n] >> 16);
+        }
+    }
+#endif
+
+    // Values 16 t + 2 c and the next one (j = 0), and the two 8 after them (1), as pairs, in the dimensions of product
+    // n. `shared`: their scales, by number and key.
+    __device__ __forceinline__ void value_pairs(int n, int t, const u16 (*shared)[TILE_KEYS], u32 (&to)[2][OWN]) const {
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const u32 *one = values[n][t][2 * j], *two = values[n][t][2 * j + 1];
+#if POOL == 1
+#pragma unroll
+            for (int e = 0; e < OWN; e++) to[j][e] = __byte_perm(one[e / 2], two[e / 2], e % 2 ? 0x7632 : 0x5410);
+#else
+            const int first = dimension(n), number = POOL == 4 ? 0 : first / 32;
+            const u32 scale = *(const u32*)&shared[number][16 * t + 8 * j + (int)threadIdx.x % 4 * 2];
+#pragma unroll
+            for (int e = 0; e < OWN; e += 2) {
+                const u32 four = unsigned_bytes(__byte_perm(one[0], two[0], e ? 0x7362 : 0x5140), shift_of(first));
+                to[j][e] = two_halves<0, 1>(four, scale), to[j][e + 1] = two_halves<2, 3>(four, scale);
+            }
+#endif
+        }
+    }
+};

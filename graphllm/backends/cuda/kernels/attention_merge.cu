@@ -1,6 +1,7 @@
-// Merges the partial results of each query in ascending order of keys, and stores them as `target` requests.
+// Merges the partial results of each of many queries in ascending order of keys, and stores them as `target` requests.
+// Those of few: attention_merge_few.cu.
 //
-// WIDTH: elements of a value. VECTOR: adjacent results of a thread, 1 for few rows and 4 for many.
+// WIDTH: elements of a value.
 //
 // The factors of all partial results follow from their largest logits. A warp computes those of a head, so
 // that the chain of each result consists of additions and multiplications alone.
@@ -9,10 +10,11 @@
 #include "quantize.cuh"
 
 #define THREADS 256
+#define VECTOR 4  // adjacent results of a thread
 #define RESULTS (VECTOR * THREADS)  // of a block
 constexpr int WARPS = THREADS / WARP, RESIDENT = 3;  // blocks of a multiprocessor
 constexpr int PARTIAL = WIDTH + 4;  // floats of a partial result: sums, top, total
-constexpr int BATCH = VECTOR == 1 ? WARP : 4;  // partial results that a thread loads together
+constexpr int BATCH = 4;  // partial results that a thread loads together
 constexpr int MOST_HEADS = RESULTS / WIDTH + 2;  // of a block
 constexpr int EACH = (MOST_HEADS + WARPS - 1) / WARPS;  // of a warp
 
@@ -81,13 +83,8 @@ template <int N> __device__ __forceinline__ void merge(const Attention& a, const
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             if (slot + i >= p.count) break;
-            const float* next = own + (slot + i) * stride;
-            if (VECTOR == 4) {
-                const float4 four = *(const float4*)next;
-                x[i][0] = four.x, x[i][VECTOR - 3] = four.y, x[i][VECTOR - 2] = four.z, x[i][VECTOR - 1] = four.w;
-            } else {
-                x[i][0] = *next;
-            }
+            const float4 next = *(const float4*)(own + (slot + i) * stride);
+            x[i][0] = next.x, x[i][1] = next.y, x[i][2] = next.z, x[i][3] = next.w;
         }
     };
     load(0);

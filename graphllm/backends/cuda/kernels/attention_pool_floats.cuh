@@ -1,12 +1,12 @@
 #pragma once
-// Eight adjacent elements of a head of a pool, as float32. `head`: where the head begins; `at`: number of the first
-// element, a multiple of 8; `width`: elements of a head.
+// Eight adjacent elements of head `kv` of a slot, as float32. `at`: number of the first element, a multiple of 8;
+// `width`: elements of a head. Quantised slots have the elements of all heads, and from `scales_at` on their scales.
 
 struct F32 {
     float4 a, b;
-    __device__ static __forceinline__ int head_bytes(int width) { return 4 * width; }
-    __device__ __forceinline__ void load(const u8* head, int at, int width) {
-        a = *(const float4*)(head + 4 * at), b = *(const float4*)(head + 4 * at + 16);
+    __device__ __forceinline__ void load(const u8* slot, i64 scales_at, int kv, int at, int width) {
+        const float4* from = (const float4*)((const float*)slot + kv * width + at);
+        a = from[0], b = from[1];
     }
     __device__ __forceinline__ void read(float* x) const {
         x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w;
@@ -16,8 +16,9 @@ struct F32 {
 
 struct F16 {
     uint4 q;
-    __device__ static __forceinline__ int head_bytes(int width) { return 2 * width; }
-    __device__ __forceinline__ void load(const u8* head, int at, int width) { q = *(const uint4*)(head + 2 * at); }
+    __device__ __forceinline__ void load(const u8* slot, i64 scales_at, int kv, int at, int width) {
+        q = *(const uint4*)((const u16*)slot + kv * width + at);
+    }
     __device__ __forceinline__ void read(float* x) const {
         const u32* words = &q.x;
 #pragma unroll
@@ -27,15 +28,13 @@ struct F16 {
     }
 };
 
-struct Q8_0 {  // blocks of 34 bytes: a scale, 32 int8
+struct Q8_0 {  // int8, an f16 scale of each 32
     u16 d;
     u16 q[4];
-    __device__ static __forceinline__ int head_bytes(int width) { return width / 32 * 34; }
-    __device__ __forceinline__ void load(const u8* head, int at, int width) {
-        const u16* block = (const u16*)(head + at / 32 * 34);
-        d = block[0];
+    __device__ __forceinline__ void load(const u8* slot, i64 scales_at, int kv, int at, int width) {
+        d = ((const u16*)(slot + scales_at))[(kv * width + at) / 32];
 #pragma unroll
-        for (int i = 0; i < 4; i++) q[i] = block[1 + at % 32 / 2 + i];
+        for (int i = 0; i < 4; i++) q[i] = ((const u16*)(slot + kv * width + at))[i];
     }
     __device__ __forceinline__ void read(float* x) const {
         float scale = from_f16(d);
@@ -46,16 +45,15 @@ struct Q8_0 {  // blocks of 34 bytes: a scale, 32 int8
     }
 };
 
-struct Q4_0 {  // blocks of 18 bytes: a scale, 16 bytes with elements 0 to 15 in their low halves
+struct Q4_0 {  // blocks of 16 bytes with elements 0 to 15 in their low halves; an f16 scale of each
     u16 d;
     u16 q[4];
     int shift;
-    __device__ static __forceinline__ int head_bytes(int width) { return width / 32 * 18; }
-    __device__ __forceinline__ void load(const u8* head, int at, int width) {
-        const u16* block = (const u16*)(head + at / 32 * 18);
-        d = block[0], shift = at % 32 / 16 * 4;
+    __device__ __forceinline__ void load(const u8* slot, i64 scales_at, int kv, int at, int width) {
+        const int block = (kv * width + at) / 32;
+        d = ((const u16*)(slot + scales_at))[block], shift = at % 32 / 16 * 4;
 #pragma unroll
-        for (int i = 0; i < 4; i++) q[i] = block[1 + at % 16 / 2 + i];
+        for (int i = 0; i < 4; i++) q[i] = ((const u16*)(slot + 16 * block + at % 16))[i];
     }
     __device__ __forceinline__ void read(float* x) const {
         float scale = from_f16(d);
@@ -67,13 +65,13 @@ struct Q4_0 {  // blocks of 18 bytes: a scale, 16 bytes with elements 0 to 15 in
     }
 };
 
-struct FP8 {  // e4m3, then a float32 scale
+struct FP8 {  // e4m3, a float32 scale of each head
     u32 q[2];
     float d;
-    __device__ static __forceinline__ int head_bytes(int width) { return width + 4; }
-    __device__ __forceinline__ void load(const u8* head, int at, int width) {
-        q[0] = ((const u32*)(head + at))[0], q[1] = ((const u32*)(head + at))[1];
-        d = *(const float*)(head + width);
+    __device__ __forceinline__ void load(const u8* slot, i64 scales_at, int kv, int at, int width) {
+        const u32* from = (const u32*)(slot + kv * width + at);
+        q[0] = from[0], q[1] = from[1];
+        d = ((const float*)(slot + scales_at))[kv];
     }
     __device__ __forceinline__ void read(float* x) const {
 #pragma unroll

@@ -1,107 +1,82 @@
 #pragma once
 // Elements of pools of keys and values as f16, for tensor cores. POOL: 1 float16, 2 q8_0, 3 q4_0, 4 fp8, as in
-// graphllm.graph.dtype.CACHED. Slots are aligned to four bytes.
+// graphllm.graph.dtype.CACHED.
+//
+// A slot has the elements of all its heads and then, but for float16, the scales of all its heads (see
+// runtime/pool_layout.py), so that elements are loaded as they are multiplied: 8 bytes at a time of keys, and 4 of
+// values. Slots are aligned to four bytes, those of float16 to 16.
 
 #if POOL == 1
 constexpr int HEAD_BYTES = 2 * DEPTH;
-#elif POOL == 2
-constexpr int HEAD_BYTES = DEPTH / 32 * 34;
-#elif POOL == 3
-constexpr int HEAD_BYTES = DEPTH / 32 * 18;
 #else
-constexpr int HEAD_BYTES = DEPTH + 4;
+constexpr int HEAD_BYTES = POOL == 3 ? DEPTH / 2 : DEPTH;  // of elements
+constexpr int SCALES = POOL == 4 ? 1 : DEPTH / 32, SCALE_BYTES = POOL == 4 ? 4 : 2 * SCALES;  // of a head
 #endif
 
-// Four unsigned bytes less `zero`, times an f16 scale in both halves of `scale`, as two pairs of f16: the products
-// of a float32 multiplication, rounded. `zero`: twice 1024 more than what is subtracted, as f16.
-__device__ __forceinline__ void four_halves(u32 q, u32 zero, u32 scale, u32* to) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        u32 x = __byte_perm(q, 0x64646464u, i ? 0x4342 : 0x4140);  // 1024 + q
-        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(x), "r"(zero));
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(to[i]) : "r"(x), "r"(scale));
-    }
-}
-
-// Four e4m3 times a scale, as two pairs of f16. Their bits, moved, are those of f16 that are smaller by 2^8, which
-// `scale` makes up for.
-__device__ __forceinline__ void four_e4m3_halves(u32 q, u32 scale, u32* to) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const u32 two = __byte_perm(q, 0, i ? 0x3424 : 0x1404);
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(to[i]) : "r"((two & 0x7f007f00) >> 1 | two & 0x80008000), "r"(scale));
-    }
-}
-
-// Load 16 or 8 bytes that no other thread reads: the L1 cache does not keep them.
+// Load 16, 8, 4 or 2 bytes that no other thread reads: the L1 cache does not keep them.
+#define LOAD_ONCE "ld.global.L1::no_allocate.L2::128B."
 __device__ __forceinline__ uint4 load_once16(const u8* from) {
     uint4 r;
-    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile(LOAD_ONCE "v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(from));
     return r;
 }
 __device__ __forceinline__ uint2 load_once8(const u8* from) {
     uint2 r;
-    asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(from));
+    asm volatile(LOAD_ONCE "v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(from));
+    return r;
+}
+__device__ __forceinline__ u32 load_once4(const u8* from) {
+    u32 r;
+    asm volatile(LOAD_ONCE "u32 %0, [%1];" : "=r"(r) : "l"(from));
+    return r;
+}
+__device__ __forceinline__ u32 load_once2(const u8* from) {
+    u16 r;
+    asm volatile(LOAD_ONCE "u16 %0, [%1];" : "=h"(r) : "l"(from));
     return r;
 }
 
 #if POOL != 1
-// A head of a slot, in global or shared memory: `offset` bytes, an even number, after an address aligned to four.
-struct StoredHead {
-    const u8* row;
-    int offset;
-    u32 scale;  // of fp8: of the head, times 2^8, twice as f16
+// Byte of a head's elements that has number `first`, and for q4_0 where its bits begin: each byte of a block has
+// elements i and 16 + i.
+__device__ __forceinline__ int byte_of(int first) { return POOL == 3 ? first / 32 * 16 + first % 16 : first; }
+__device__ __forceinline__ int shift_of(int first) { return POOL == 3 ? first % 32 / 16 * 4 : 0; }
 
-    __device__ __forceinline__ StoredHead(const u8* row, int offset) : row(row), offset(offset), scale(0) {
+// Two stored elements, in the bytes LOW and HIGH of `four`, times `scales` (of each), as f16: the products of a
+// float32 multiplication, rounded.
+template <int LOW, int HIGH> __device__ __forceinline__ u32 two_halves(u32 four, u32 scales) {
+    u32 x;
 #if POOL == 4
-        scale = to_f16(*(const float*)(row + offset + DEPTH) * 256.f) * 0x10001u;
-#endif
-    }
-
-    // N (8, 4 or 2) bytes at an even number of bytes after the head's first.
-    template <int N> __device__ __forceinline__ void bytes(int at, u32* to) const {
-        at += offset;
-        if (N == 2) {
-            to[0] = *(const u16*)(row + at);
-        } else if (N == 4) {
-            const u16* halves = (const u16*)(row + at);
-            to[0] = halves[0] | (u32)halves[1] << 16;
-        } else {
-            const u32* words = (const u32*)(row + (at & ~3));
-            const bool odd = at & 2;
-            const u32 end = odd ? words[2] : 0;
-            to[0] = __funnelshift_r(words[0], words[1], odd ? 16 : 0);
-            to[1] = __funnelshift_r(words[1], end, odd ? 16 : 0);
-        }
-    }
-
-    // N adjacent elements, from number `first` on, a multiple of N, as pairs.
-    template <int N> __device__ __forceinline__ void elements(int first, u32* to) const {
-        constexpr int WORDS = (N + 3) / 4;
-        u32 q[WORDS], pairs[2 * WORDS];
-#if POOL == 4
-#pragma unroll
-        for (int i = 0; i < WORDS; i++)
-            q[i] = N == 2 ? *(const u16*)(row + offset + first) : ((const u32*)(row + offset + first))[i];
+    // The bits of e4m3, moved, are those of f16 that are smaller by 2^8, which scales make up for.
+    const u32 two = __byte_perm(four, 0, 0x0404 | LOW << 4 | HIGH << 12);
+    x = (two & 0x7f007f00) >> 1 | two & 0x80008000;
 #else
-        constexpr int STORED = POOL == 2 ? 32 : 16;  // bytes of a block after its scale
-        const int block = first / 32 * (2 + STORED);
-        const u32 d = *(const u16*)(row + offset + block) * 0x10001u;
-        bytes<N>(block + 2 + first % STORED, q);
+    // As f16, 0x64 and a byte are 1024 more than the byte, and `zero` is 1024 more than what it has too much.
+    const u32 zero = POOL == 2 ? 0x64806480u : 0x64086408u;
+    x = __byte_perm(four, 0x64646464u, 0x4040 | LOW | HIGH << 8);
+    asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(x) : "r"(zero));
 #endif
+    asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(x) : "r"(scales));
+    return x;
+}
+
+// Four bytes as `two_halves` reads them: unsigned integers, or e4m3.
+__device__ __forceinline__ u32 unsigned_bytes(u32 four, int shift) {
+    return POOL == 2 ? four ^ 0x80808080u : POOL == 3 ? four >> shift & 0x0f0f0f0fu : four;
+}
+
+// A stored scale as f16: bits of one, or of a float32 for e4m3.
+__device__ __forceinline__ u16 scale_half(u32 stored) {
+    return POOL == 4 ? to_f16(__uint_as_float(stored) * 256.f) : (u16)stored;
+}
+
+// Eight adjacent elements times their scale, as pairs. `first`: number of the first one.
+__device__ __forceinline__ void eight_halves(uint2 eight, int first, u32 scale, u32* to) {
 #pragma unroll
-        for (int i = 0; i < WORDS; i++) {
-#if POOL == 2
-            four_halves(q[i] ^ 0x80808080u, 0x64806480u, d, pairs + 2 * i);  // q + 128, unsigned
-#elif POOL == 3
-            four_halves(q[i] >> (first % 32 / 16 * 4) & 0x0f0f0f0fu, 0x64086408u, d, pairs + 2 * i);
-#else
-            four_e4m3_halves(q[i], scale, pairs + 2 * i);
-#endif
-        }
-#pragma unroll
-        for (int i = 0; i < N / 2; i++) to[i] = pairs[i];
+    for (int i = 0; i < 2; i++) {
+        const u32 four = unsigned_bytes(i ? eight.y : eight.x, shift_of(first));
+        to[2 * i] = two_halves<0, 1>(four, scale), to[2 * i + 1] = two_halves<2, 3>(four, scale);
     }
-};
+}
 #endif

@@ -138,15 +138,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         auto slot = [&](int j) { return slot_of(a, visible.sequence, min(at + j, to - 1)); };
 #pragma unroll
         for (int i = 0; i < K_EACH; i++) {
-            const u8* head = a.k + slot(i * K_ROWS + k_row) * a.k_stride + kv * POOL::head_bytes(DEPTH);
+            const u8* own = a.k + slot(i * K_ROWS + k_row) * a.k_stride;
 #pragma unroll
-            for (int n = 0; n < K_SPANS; n++) k[i][n].load(head, k_at[n], DEPTH);
+            for (int n = 0; n < K_SPANS; n++) k[i][n].load(own, a.k_scales, kv, k_at[n], DEPTH);
         }
 #pragma unroll
         for (int i = 0; i < V_EACH; i++) {
-            const u8* head = a.v + slot(i * V_ROWS + v_row) * a.v_stride + kv * POOL::head_bytes(WIDTH);
+            const u8* own = a.v + slot(i * V_ROWS + v_row) * a.v_stride;
 #pragma unroll
-            for (int n = 0; n < V_SPANS; n++) v[i][n].load(head, v_at[n], WIDTH);
+            for (int n = 0; n < V_SPANS; n++) v[i][n].load(own, a.v_scales, kv, v_at[n], WIDTH);
         }
     };
     if (AHEAD) {

@@ -34,12 +34,15 @@ struct __align__(16) Tile {
 };
 
 // Copy eight elements of a head of a slot to shared memory, from number `at` on.
-__device__ __forceinline__ void load_elements(u16* to, const u8* slot, int kv, int at) {
+__device__ __forceinline__ void load_elements(u16* to, const u8* slot, i64 scales_at, int kv, int at) {
 #if POOL == 1
     copy16(to, slot + kv * HEAD_BYTES + 2 * at);
 #else
+    const u8* from = slot + kv * HEAD_BYTES + byte_of(at);
+    const u8* scales = slot + scales_at + kv * SCALE_BYTES;
+    const u32 scale = scale_half(POOL == 4 ? *(const u32*)scales : ((const u16*)scales)[at / 32]) * 0x10001u;
     u32 words[4];
-    StoredHead(slot, kv * HEAD_BYTES).elements<8>(at, words);
+    eight_halves(make_uint2(load_once4(from), load_once4(from + 4)), at, scale, words);
     *(uint4*)to = make_uint4(words[0], words[1], words[2], words[3]);
 #endif
 }
@@ -131,9 +134,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SHARES) attend(Attenti
     const bool whole = (1 << a.shift) % KEYS == 0;  // then a tile is within one block of the table
     const int least = low;
     low -= low % KEYS;
-    auto load_tile = [&](u16* to, int width, const u8* pool, i64 stride, int at) {
+    auto load_tile = [&](u16* to, int width, const u8* pool, i64 stride, i64 scales, int at) {
         auto load = [&](int i, const u8* slot) {
-            load_elements(to + i / VECTORS * width + i % VECTORS * 8, slot, kv, i % VECTORS * 8);
+            load_elements(to + i / VECTORS * width + i % VECTORS * 8, slot, scales, kv, i % VECTORS * 8);
         };
         if (whole && at >= least && at + KEYS <= high) {
             const u8* block = pool + slot_of(a, sequence, at) * stride;
@@ -151,8 +154,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SHARES) attend(Attenti
         }
         close_copies();
     };
-    auto load_keys = [&](int at) { load_tile(s.k[0], WIDE_STRIDE, a.k, a.k_stride, at); };
-    auto load_values = [&](int at) { load_tile(s.v[0], STRIDE, a.v, a.v_stride, at); };
+    auto load_keys = [&](int at) { load_tile(s.k[0], WIDE_STRIDE, a.k, a.k_stride, a.k_scales, at); };
+    auto load_values = [&](int at) { load_tile(s.v[0], STRIDE, a.v, a.v_stride, a.v_scales, at); };
     if (low < high) load_keys(low);
     if (SHARED_QUERIES)
         for (int i = thread; i < QUERIES * VECTORS; i += THREADS)

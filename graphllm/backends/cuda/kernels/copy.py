@@ -11,6 +11,7 @@ from ...kernel_context import span
 from .. import BACKEND
 from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext
+from ..runtime.pool_layout import scales_are_apart
 from ..runtime.source import module
 from ..runtime.work import HostCall, Launch, ceil
 from .elementwise import rows_grid
@@ -85,6 +86,8 @@ def concat(ctx: KernelContext) -> Launch:
 
 def _reachable(node: Tensor, options: Options) -> str | None:
     """Only the host and this GPU can be copied to."""
+    if scales_are_apart(node.sources[0].meta):
+        return "quantised keys and values have a layout of their own on a GPU"
     memory = node.attrs["memory"]
     return None if memory == "host" or memory.startswith("cuda:0") else f"no way to {memory}"
 

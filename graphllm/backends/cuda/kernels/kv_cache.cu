@@ -21,7 +21,10 @@ extern "C" __global__ void kv_write(Pool pool, const u8* x, i64 stride, const i6
         most = block_max(most);
     }
     const BlockScale scale = head_scale(most);
-    for (int i = threadIdx.x; i < width; i += blockDim.x) store_kv(pool, slot, head, i, from[i], scale);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) {
+        const float x[1] = {from[i]};
+        store_kv(pool, slot, head, i, x, scale);
+    }
 }
 
 // Copy blocks of a pool, in words of type T; a thread block (x, y) copies a part (y) of copy x. No
@@ -98,7 +101,10 @@ extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Poo
         most = block_max(most);
     }
     const BlockScale scale = head_scale(most);
-    for (int i = threadIdx.x; i < width; i += blockDim.x) store_kv(pool, slot, own, i, element(i), scale);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) {
+        const float x[1] = {element(i)};
+        store_kv(pool, slot, own, i, x, scale);
+    }
 }
 
 // Heads of 64 P elements. A warp computes one after another; lane l rotates the pairs 32 j + l.
@@ -168,7 +174,6 @@ template <int P> struct WarpRotation {
                                           int v_slot, i64 token, float eps, int first, int by,
                                           float (&u)[P], float (&w)[P]) const {
         const int lane = threadIdx.x % WARP, all = q.count + k.count + v.count;
-        const int apart = interleaved ? 32 : WIDE / 2;  // of a lane's two elements
         for (int h = first; h < all; h += by) {
             bool query = h < q.count, key = !query && h < q.count + k.count;
             int own = query ? h : key ? h - q.count : h - q.count - k.count;
@@ -189,18 +194,17 @@ template <int P> struct WarpRotation {
                 if (interleaved) straighten(a[j], b[j]);
                 most = larger(most, larger(abs_bits(a[j]), abs_bits(b[j])));
             }
-            const Pool pool = key ? k_pool : v_pool;
-            const BlockScale scale = head_scale(HEAD_SCALE && !query ? warp_max(most) : 0);
-            float* to = out + (token * q.count + own) * WIDE;
+            float x[2 * P];  // elements lane + 32 j
 #pragma unroll
-            for (int j = 0; j < P; j++) {
-                const int i = (interleaved ? 64 : 32) * j + lane;
-                if (query) {
-                    to[i] = a[j], to[i + apart] = b[j];
-                } else {
-                    store_kv(pool, slot, own, i, a[j], scale);
-                    store_kv(pool, slot, own, i + apart, b[j], scale);
-                }
+            for (int j = 0; j < 2 * P; j++)
+                x[j] = interleaved ? (j % 2 ? b[j / 2] : a[j / 2]) : j < P ? a[j % P] : b[j % P];
+            if (query) {
+                float* to = out + (token * q.count + own) * WIDE;
+#pragma unroll
+                for (int j = 0; j < 2 * P; j++) to[32 * j + lane] = x[j];
+            } else {
+                const Pool pool = key ? k_pool : v_pool;
+                store_kv(pool, slot, own, lane, x, head_scale(HEAD_SCALE ? warp_max(most) : 0));
             }
         }
     }

@@ -8,6 +8,7 @@ from ... import ROWS, Options
 from .. import BACKEND
 from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext, OperandRef
+from ..runtime.pool_layout import scales_offset
 from ..runtime.source import Module, module
 from ..runtime.work import MOSTLY_CACHE, Launch, ceil
 from .rope import rotation
@@ -25,10 +26,10 @@ _WHOLE = (64, 128, 256)  # head dimensions of these kernels
 
 def _pool(pool: OperandRef, slot: OperandRef) -> bytes:
     """A pool and the slot of each token."""
-    head_bytes = pool.dtype.row_nbytes(pool.meta.inner[-1])
     return _POOL.pack(
-        at=pool.address, stride=pool.row_stride, slot=slot.address, head_bytes=head_bytes
-    )
+        at=pool.address, stride=pool.row_stride, slot=slot.address,
+        scales=scales_offset(pool.meta), width=pool.meta.inner[-1],
+    )  # fmt: skip
 
 
 def _module(kind: str) -> Module:

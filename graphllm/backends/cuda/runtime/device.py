@@ -19,6 +19,7 @@ from ....formats.quantization import check_scales
 from ....graph.tensor import Dim, Meta, Var
 from ... import Bound, Header, Operand, Options, kernel_context
 from ...kernel_context import OperandRef
+from . import pool_layout
 from .dependencies import InFlight, Ordering, Region, region, written
 from .source import Function, load_or_compile_all
 from .work import HostCall, Launch, Work
@@ -149,6 +150,8 @@ class CudaDevice:
         assert operand.meta.contiguous, operand.meta
         kind = operand.meta.dtype.numpy or np.dtype(np.uint8)
         raw = np.ascontiguousarray(data, kind).reshape(-1).view(np.uint8)
+        if pool_layout.scales_are_apart(operand.meta):
+            raw = pool_layout.to_gpu(operand.meta, raw)
         self._stager.send(raw, operand.buffer.address + operand.meta.offset)
 
     def copy_out(self, operand: Operand) -> np.ndarray:
@@ -159,7 +162,9 @@ class CudaDevice:
             return np.empty(shape, kind)
         start = operand.meta.offset
         raw = operand.buffer[start : start + kernel_context.span(operand.meta)]
-        return np.array(np.ndarray(shape, kind, raw.data, 0, strides), order="C")
+        dense = np.array(np.ndarray(shape, kind, raw.data, 0, strides), order="C")
+        apart = pool_layout.scales_are_apart(operand.meta)
+        return pool_layout.from_gpu(operand.meta, dense) if apart else dense
 
     def reader(self, operand: Operand) -> Callable[[], np.ndarray]:
         """See `graphllm.backends.Device`."""
