@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -107,7 +108,9 @@ class BeamGroup:
         sampling, prompt = generation.sampling, generation.sequence.prompt_tokens
         source = generation.sequence.source
         self._has_source = source > 0
-        self._sampling, self._eos_ids = sampling, list(eos_ids)
+        self._sampling = sampling
+        self._excluded = frozenset(sampling.banned_ids)
+        self._excluded_early = self._excluded | frozenset(eos_ids)  # before ``min_tokens``
         self._context = limits.context
         self.rules = BeamSearch(
             beams=sampling.beams,
@@ -122,7 +125,8 @@ class BeamGroup:
             forced_eos_id=sampling.forced_eos_id,
             forced=max(0, prompt - source - 1) if source else 0,
         )
-        if self.rules.candidates > limits.candidates:
+        self._candidates = self.rules.candidates
+        if self._candidates > limits.candidates:
             raise RequestError(
                 f"beams = {sampling.beams} with {len({*end_ids, *sampling.stop_ids})} EOS and stop "
                 f"ids needs {self.rules.candidates} candidates for each token; at most "
@@ -138,18 +142,18 @@ class BeamGroup:
     def biased(self, ids: np.ndarray, logprobs: np.ndarray, count: int) -> Candidates:
         """Return candidates with the biases of `ops.bias_logits`, which do not normalise again."""
         sampling, allowed = self._sampling, self._sampling.allowed_ids
-        excluded = set(sampling.banned_ids)
-        if sampling.ignore_eos or count < sampling.min_tokens:
-            excluded |= set(self._eos_ids)
+        early = sampling.ignore_eos or count < sampling.min_tokens
+        excluded = self._excluded_early if early else self._excluded
         if not (allowed or sampling.logit_bias):  # the best ones suffice
-            needed = self.rules.candidates + len(excluded)
+            needed = self._candidates + len(excluded)
             ids, logprobs = ids[:needed], logprobs[:needed]
         values = logprobs.copy()
         for token, bias in sampling.logit_bias.items():
             values[ids == token] += np.float32(bias)
         if excluded or allowed:
             out = [i in excluded or bool(allowed and i not in allowed) for i in ids.tolist()]
-            values[np.array(out) & ~np.isnan(values)] = -np.inf
+            if any(out):
+                values[np.array(out) & ~np.isnan(values)] = -np.inf
         return Candidates(ids, values)
 
     @property
@@ -161,7 +165,7 @@ class BeamGroup:
     def faulty(self) -> Beam | None:
         """A beam whose logits are not finite; None if there is none."""
         for beam in self.beams.values():
-            if beam.candidates is not None and np.isnan(beam.candidates.logprobs[:1]).any():
+            if beam.candidates is not None and math.isnan(beam.candidates.logprobs[0]):
                 return beam
         return None
 
@@ -183,14 +187,8 @@ class BeamGroup:
         children: dict[Tokens, list[Tokens]] = {}
         for tokens in live_tokens(self.state):
             children.setdefault(tokens[:-1], []).append(tokens)
-        for tokens, beam in self.beams.items():
-            if tokens not in children:
-                scheduler.remove(beam.sequence)
-                del rows[beam.sequence]
         beams = {c[0]: self.beams[tokens] for tokens, c in children.items()}
-        forks = {
-            t: self._fork(tokens, t, scheduler) for tokens, c in children.items() for t in c[1:]
-        }
+        forks = self._forks(children, scheduler, rows)
         copies = [c for beam in forks.values() if beam.sequence.blocks for c in beam.blocks.copies]
         if copies:
             copy(copies)
@@ -206,6 +204,33 @@ class BeamGroup:
         self.sequences = [beam.sequence for beam in self.beams.values()]
         if self.beams:
             self.generation.count = len(next(iter(self.beams)))
+
+    def _forks(
+        self,
+        children: Mapping[Tokens, Sequence[Tokens]],
+        scheduler: Scheduler,
+        rows: dict[ActiveSequence, Generation | Beam],
+    ) -> dict[Tokens, Beam]:
+        """Return the beams of all but the first continuation of each beam.
+
+        They take over the sequences of beams that are not continued, if these are as long.
+        """
+        wanted = [(origin, t) for origin, own in children.items() for t in own[1:]]
+        ended = [beam for tokens, beam in self.beams.items() if tokens not in children]
+        found = {}
+        for (origin, tokens), beam in zip(wanted, ended):
+            source = self.beams[origin].sequence
+            if scheduler.refork(beam.sequence, source, [*source.tokens, tokens[-1]]):
+                beam.candidates, found[tokens] = None, beam
+        kept = {*found.values()}
+        for beam in ended:
+            if beam not in kept:
+                scheduler.remove(beam.sequence)
+                del rows[beam.sequence]
+        for origin, tokens in wanted:
+            if tokens not in found:
+                found[tokens] = self._fork(origin, tokens, scheduler)
+        return found
 
     def _fork(self, origin: Tokens, tokens: Tokens, scheduler: Scheduler) -> Beam:
         """Return a beam with ``tokens``, one more than the beam of ``origin``."""

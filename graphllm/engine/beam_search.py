@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -127,9 +128,9 @@ class BeamSearch:
         found = []
         for group in state:
             if group.live:
-                penalties = chosen if self.diversity_penalty else Counter[int]()
-                group = self._advance(group, candidates, penalties)
-                chosen.update(hypothesis.tokens[-1] for hypothesis in group.live)
+                group = self._advance(group, candidates, chosen)
+                if self.diversity_penalty:
+                    chosen.update(hypothesis.tokens[-1] for hypothesis in group.live)
             found.append(group)
         return tuple(found)
 
@@ -149,7 +150,7 @@ class BeamSearch:
                     total -= self.diversity_penalty * chosen[token]
                 if math.isfinite(total):
                     ranked.append((total, hypothesis.tokens, token))
-        ranked.sort(key=lambda each: -each[0])
+        ranked.sort(key=itemgetter(0), reverse=True)
         ends = self.ends(length)
         live, finished = list[Hypothesis](), list(group.finished)
         for rank, (total, before, token) in enumerate(ranked):

@@ -9,11 +9,12 @@ import numpy as np
 
 from ..model.batch import CacheSpec
 from .block_pool import TOKEN_BYTES, BlockPool, CachedBlock
+from .block_pools import BlockPools
 from .prefix_lookup import chain, int32_bytes, longest_prefix, root_key
 from .sequence_blocks import BlockCopy, SequenceBlocks
 
 
-class BlockManager:
+class BlockManager(BlockPools):
     """Block pools of all cache groups, and an index of the prefixes whose blocks can be reused.
 
     Token ``i`` of a sequence is stored in pool row ``table[i // block] * block + i % block`` of
@@ -44,33 +45,12 @@ class BlockManager:
         width: int,
         take_continued: bool = True,
     ) -> None:
-        self.block, self.width, self._take_continued = block, width, take_continued
+        self.width, self._take_continued = width, take_continued
         self.hits = self.queries = self.releases = 0
-        self.pools = {g.name: BlockPool(pool_blocks[g.name], g.window, block) for g in groups}
-        self._pools = list(self.pools.values())
+        super().__init__(groups, pool_blocks, block)
         self._windowed = [g for g, pool in enumerate(self._pools) if pool.window]
         self._live: set[SequenceBlocks] = set()
         self._computing: dict[bytes, int] = {}  # sequences that will compute a block, by its key
-
-    @property
-    def free(self) -> dict[str, int]:
-        """Number of blocks without content, by group."""
-        return {name: pool.free for name, pool in self.pools.items()}
-
-    @property
-    def held(self) -> dict[str, int]:
-        """Number of blocks that sequences hold, by group."""
-        return {name: pool.held for name, pool in self.pools.items()}
-
-    @property
-    def cached(self) -> dict[str, int]:
-        """Number of blocks with content that no sequence holds, by group."""
-        return {name: pool.cached for name, pool in self.pools.items()}
-
-    @property
-    def evictions(self) -> dict[str, int]:
-        """Number of cached blocks whose content was lost to another sequence, by group."""
-        return {name: pool.evictions for name, pool in self.pools.items()}
 
     # -- sequences
     def begin(self, tokens: Sequence[int], prefix: int = 0, reuse: bool = True) -> SequenceBlocks:
@@ -151,6 +131,56 @@ class BlockManager:
                 other.tables[name][at] = copied = pool.take()
                 other.copies.append(BlockCopy(name, int(blocks.tables[name][at]), copied))
         return other
+
+    def refork(self, blocks: SequenceBlocks, source: SequenceBlocks, tokens: Sequence[int]) -> bool:
+        """Let ``blocks`` hold what `fork` of ``source`` would, all of whose tokens are computed.
+
+        That is quicker than to release and to fork: two sequences that began together have most
+        blocks in common, and a partial last block is copied to the one that is held already.
+
+        Args:
+            blocks: blocks of a sequence that is not needed any more; as many tokens are computed.
+            source: the blocks to share.
+            tokens: see `commit`; the first ``source.computed`` are those of ``source``.
+
+        Returns:
+            False, and nothing has changed, if both differ too much. Otherwise the caller makes
+            ``blocks.copies`` before another step is launched.
+        """
+        full, part = divmod(source.computed, self.block)
+        if not (self._alike(blocks, source) and len(source._keys) == full + 1):
+            return False
+        pairs = [*zip(self._pools, blocks.tables.values(), source.tables.values(), blocks._first)]
+        for pool, own, _, _ in pairs:  # those that are not shared stay
+            last = own[full : blocks._used].tolist()
+            if any(pool.counts[block] != 1 or pool.entries[block] for block in last):
+                return False
+        for pool, own, other, first in pairs:
+            unequal = (first + np.flatnonzero(own[first:full] != other[first:full])).tolist()
+            for j in reversed(unequal):  # as in `release`
+                self._drop(pool, blocks, own, j)
+                own[j] = other[j]
+                pool.hold(int(own[j]))
+        blocks.copies = [
+            BlockCopy(name, int(source.tables[name][full]), int(own[full]))
+            for name, own in blocks.tables.items()
+            if part
+        ]
+        blocks._keys, blocks._tokens = source._keys[:], tokens
+        blocks._given, blocks._data, blocks._expected = tokens, b"", []
+        blocks.cached = blocks.computed
+        return True
+
+    @staticmethod
+    def _alike(a: SequenceBlocks, b: SequenceBlocks) -> bool:
+        """Whether both hold as many blocks, all of them computed or reserved."""
+        same = (a.computed, a._used, a._first, a._prefix) == (
+            b.computed,
+            b._used,
+            b._first,
+            b._prefix,
+        )
+        return same and not (a._taken or b._taken or a._expected[len(a._keys) - 1 :])
 
     def _sources(self, blocks: SequenceBlocks, length: int) -> list[list[int]] | None:
         """Return by group the full blocks that a fork of this length shares.
@@ -343,35 +373,6 @@ class BlockManager:
         for pool, table, first in zip(self._pools, tables, blocks._first):
             for j in range(blocks._used - 1, first - 1, -1):  # children are evicted before parents
                 self._drop(pool, blocks, table, j)
-
-    def can_hold(self, wanted: Iterable[tuple[SequenceBlocks, int]], step: int, spare: int) -> bool:
-        """Whether sequences can be computed up to given lengths, all at the same time.
-
-        Args:
-            wanted: sequences and their lengths in tokens.
-            step: tokens that one step computes at most, which a windowed group holds at a time.
-            spare: number of blocks of each pool to leave for others.
-        """
-        missing = [spare] * len(self._pools)
-        for blocks, length in wanted:
-            for g, pool in enumerate(self._pools):
-                need = -(-length // self.block) - blocks._first[g]
-                need = min(need, pool.kept(step))
-                missing[g] += max(0, need - blocks._used + blocks._first[g])
-        return all(n <= pool.available for n, pool in zip(missing, self._pools))
-
-    def missing(self, context: int, step: int) -> dict[str, int]:
-        """Return by group the blocks that a pool lacks to compute a sequence that is alone.
-
-        Args:
-            context: length of the sequence.
-            step: tokens that one step computes at most.
-        """
-        width = -(-context // self.block)
-        return {
-            name: max(0, min(width, pool.kept(step)) - pool.size)
-            for name, pool in self.pools.items()
-        }
 
     def clear(self) -> None:
         """Forget all cached prefixes. ValueError: a sequence holds blocks."""

@@ -145,6 +145,20 @@ class Scheduler:
         self._running.append(other)
         return blocks.copies
 
+    def refork(self, sequence: ActiveSequence, source: ActiveSequence, tokens: list[int]) -> bool:
+        """Give a running sequence that is not needed any more the tokens of a fork of ``source``.
+
+        Returns:
+            False, and nothing has changed, if it must be removed, and another one forked. Otherwise
+            the copies ``sequence.blocks.copies`` are made as those of `fork`.
+        """
+        blocks, other = sequence.blocks, source.blocks
+        if blocks is None or other is None or not self._manager.refork(blocks, other, tokens):
+            return False
+        blocks.private = bool(blocks.copies)
+        sequence.tokens = tokens
+        return True
+
     def resume(self, sequence: ActiveSequence) -> None:
         """Queue a sequence whose next token is known if it is paused."""
         if sequence.paused:

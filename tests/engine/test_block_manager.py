@@ -445,6 +445,40 @@ def test_a_fork_with_a_copy_has_all_tokens():
     assert not cache.manager.fork(first, ids(8), copy=True).copies
 
 
+@pytest.mark.parametrize("length", [8, 10, 11, 12])
+def test_a_fork_takes_over_the_blocks_of_another_sequence(length):
+    """It has the content of its source, in every group, and shares its full blocks."""
+    cache = Cache(full=0, window=6)
+    first = cache.compute(ids(5))
+    other = cache.manager.fork(first, ids(5), copy=True)
+    cache.content.copy(other.copies)
+    for blocks, token in ((first, 1), (other, 2)):
+        for end in range(6, length + 1):
+            cache.extend(blocks, [*ids(5), *[token] * (end - 5)])
+    tokens = [*ids(5), *[1] * (length - 5)]
+    assert cache.manager.refork(other, first, tokens)
+    cache.manager.check()
+    cache.content.copy(other.copies)
+    assert len(other.copies) == (2 if length % BLOCK else 0)
+    full = length // BLOCK
+    for group, table in other.tables.items():
+        assert (table[:full] == first.tables[group][:full]).all()
+        assert (table[full] == first.tables[group][full]) == (table[full] < 0)
+    cache.extend(first, [*tokens, 3])
+    cache.extend(other, [*tokens, 4])
+    cache.release(first, other)
+    assert cache.cached([*tokens, 4, 9]) == length + 1
+
+
+def test_sequences_that_differ_too_much_are_not_forked_in_place():
+    cache = Cache()
+    first, shorter, longer = (cache.compute(ids(count)) for count in (10, 9, 14))
+    for blocks in (shorter, longer):
+        before = state(cache.manager)
+        assert not cache.manager.refork(blocks, first, ids(10)) and state(cache.manager) == before
+    cache.release(first, shorter, longer)
+
+
 def test_a_fork_shares_private_blocks():
     cache = Cache()
     first, second = cache.begin(ids(8)), cache.begin(ids(8))
