@@ -205,9 +205,6 @@ class Ring(Protocol):
     def take(self) -> np.ndarray:
         """Wait for the oldest copy that has not been taken, and return it."""
 
-    def clear(self) -> None:
-        """Drop all copies that have not been taken."""
-
 
 class Device(Protocol):
     """An instance of a backend: owns buffers and runs steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
@@ -10,6 +11,7 @@ import numpy as np
 
 from ..compiler.plan import HOST, Plan
 from ..graph.tensor import Tensor
+from ..runtime.decode_loop import DecodeLoop
 from ..runtime.executor import Executor
 from ..runtime.recorder import Recorder
 from .packing import batch_feeds, pack
@@ -85,15 +87,48 @@ class BatchRunner:
         self, names: Sequence[str], feeds: dict[str, np.ndarray], recorder: Recorder | None
     ) -> list[np.ndarray]:
         """Run a batch and return the outputs ``names``."""
-        lengths = np.diff(feeds["q_start"]).astype(np.int64)
-        env = {"kv_sum": int((lengths * lengths).sum())}
-        found = self._executor.run(self._plan(names, int(lengths.sum())), feeds, env, recorder)
+        plan, env = self._plan(names, feeds)
+        found = self._executor.run(plan, feeds, env, recorder)
         return [found[name] for name in names]
 
-    def _plan(self, names: Sequence[str], tokens: int) -> Plan:
-        """Return the plan of a batch: on a GPU that of the next power of two tokens."""
+    def run_batches(
+        self,
+        names: Sequence[str],
+        sequences: Sequence[Sequence[int]],
+        types: Sequence[Sequence[int]] | None,
+        recorder: Recorder | None,
+    ) -> Iterator[tuple[list[int], list[np.ndarray]]]:
+        """Yield the indices of the sequences of each batch, and its outputs ``names``.
+
+        A batch is launched before the outputs of the one before it are read, if the device can.
+        Arguments as for `batches` and `run`.
+        """
+        waiting = deque[tuple[list[int], DecodeLoop]]()
+        for batch, feeds in self.batches(sequences, types):
+            plan, env = self._plan(names, feeds)
+            run = self._executor.decode_loop(plan, feeds, env, names[0], recorder, others=names[1:])
+            run.launch()
+            waiting.append((batch, run))
+            if len(waiting) > run.lookahead:
+                yield _taken(*waiting.popleft())
+        while waiting:
+            yield _taken(*waiting.popleft())
+
+    def _plan(
+        self, names: Sequence[str], feeds: dict[str, np.ndarray]
+    ) -> tuple[Plan, dict[str, int]]:
+        """Return the plan of a batch, and the number of its (query, key) pairs.
+
+        On a GPU it is the plan of the next power of two tokens.
+        """
+        lengths = np.diff(feeds["q_start"]).astype(np.int64)
+        env, tokens = {"kv_sum": int((lengths * lengths).sum())}, int(lengths.sum())
         outputs = {name: self._outputs[name] for name in names}
         if self._on_host:
-            return self._executor.compile(outputs)
+            return self._executor.compile(outputs), env
         most = min(self._tokens, max(_LEAST_GPU_TOKENS, 1 << (tokens - 1).bit_length()))
-        return self._executor.compile(outputs, {"T": (1, most), "Q": (2, most + 1)})
+        return self._executor.compile(outputs, {"T": (1, most), "Q": (2, most + 1)}), env
+
+
+def _taken(batch: list[int], run: DecodeLoop) -> tuple[list[int], list[np.ndarray]]:
+    return batch, [run.take(), *run.take_others()]

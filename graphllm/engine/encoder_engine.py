@@ -130,8 +130,7 @@ class EncoderEngine:
                 yield batch, np.stack([pool(rows, kinds) for rows in hidden])
             return
         names = [f"pooled.{kind}" for kind in kinds]
-        for batch, feeds in self._runner.batches(sequences, types):
-            found = self._runner.run(names, feeds, self.recorder)
+        for batch, found in self._runner.run_batches(names, sequences, types, self.recorder):
             yield (
                 batch,
                 np.concatenate(found, axis=1)[:-1],

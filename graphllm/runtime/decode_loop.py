@@ -12,36 +12,23 @@ from ..graph.tensor import Var
 
 
 class Output:
-    """One output of a bound plan. Readers and rings are cached by number of rows."""
+    """One output of a bound plan. Readers are cached by number of rows."""
 
     def __init__(self, device: Device, operand: Operand) -> None:
         self.device, self._operand = device, operand
         self._readers: dict[int, Callable[[], np.ndarray]] = {}
-        self._rings: dict[int, Ring | None] = {}
 
     def reader(self, env: Mapping[str, int]) -> Callable[[], np.ndarray]:
         """Return a function that copies the values after a run with the live values ``env``."""
-        count = self._rows(env)
+        rows = self._operand.meta.rows
+        count = env[rows.name] if isinstance(rows, Var) else rows
         if count not in self._readers:
             self._readers[count] = self.device.reader(self._at(env))
         return self._readers[count]
 
     def ring(self, env: Mapping[str, int]) -> Ring | None:
-        """Return the device's ring for runs with the live values ``env``, cleared.
-
-        Each number of rows has its own ring, since copies into its slots may be in flight.
-        """
-        count = self._rows(env)
-        if count not in self._rings:
-            self._rings[count] = self.device.ring(self._at(env))
-        ring = self._rings[count]
-        if ring is not None:
-            ring.clear()
-        return ring
-
-    def _rows(self, env: Mapping[str, int]) -> int:
-        rows = self._operand.meta.rows
-        return env[rows.name] if isinstance(rows, Var) else rows
+        """Return a new ring of the device for runs with the live values ``env``."""
+        return self.device.ring(self._at(env))
 
     def _at(self, env: Mapping[str, int]) -> Operand:
         return replace(self._operand, meta=self._operand.meta.at(env))

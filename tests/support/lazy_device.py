@@ -89,9 +89,6 @@ class _Ring:
         self.taken += 1
         return self.slots[(self.taken - 1) % len(self.slots)]
 
-    def clear(self) -> None:
-        self.taken = self.put_count
-
 
 def install(
     patch: pytest.MonkeyPatch, name: str = "lazy", make: Callable[[], LazyDevice] = LazyDevice

@@ -113,8 +113,9 @@ class Ring:
         self._taken += 1
         return self._values[slot].copy()
 
-    def clear(self) -> None:
-        self._taken = self._started
+    def __del__(self) -> None:
+        for arrived in self.__dict__.get("_arrived", ()):  # copies may be in flight
+            arrived.synchronize()
 
 
 class Stager:
