@@ -8,7 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from ..graph.op import Arg, Cost, Rng, Sample, Samples, Shape, expect, grid, op, require, same
+from ..graph.op import (
+    Arg,
+    Cost,
+    Rng,
+    Sample,
+    Samples,
+    Shape,
+    expect,
+    grid,
+    op,
+    out,
+    require,
+    same,
+)  # fmt: skip
 from ..graph.tensor import Env, Meta
 
 _INNER = ((1,), (63,), (64,), (640,), (3, 32))
@@ -22,10 +35,15 @@ def _unary(x: Meta, **_: Any) -> Meta:
 
 def _binary(a: Meta, b: Meta) -> Meta:
     expect("a", a, None, "f32")
+    return _add_infer(a, b)
+
+
+def _add_infer(a: Meta, b: Meta) -> Meta:
+    expect("a", a, None, "f32", "f16")
     expect("b", b, None, "f32")
     fits = b.shape in (a.shape, a.shape[-1:], (1,), ())
     require(fits, f"b {b.shape} is not a {a.shape}, one row of it, or one element")
-    return same(a)
+    return out(a.shape)
 
 
 def _cost(flops: int) -> Callable[..., Cost]:
@@ -86,10 +104,13 @@ def _samples(**attrs: Sequence[Any]) -> Samples:
     )
 
 
-@op("add", infer=_binary, cost=_cost(1), tol={}, samples=_PAIRS)
+@op("add", infer=_add_infer, cost=_cost(1), tol={}, samples=_PAIRS)
 def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Elementwise sum. a [T, ..., D], b as a, [D] (one row), [1] or [] -> [T, ..., D]."""
-    return a + b
+    """Elementwise sum. a [T, ..., D], b as a, [D] (one row), [1] or [] -> [T, ..., D].
+
+    ``a`` is f16 where a backend lowers a residual; the sum is f32.
+    """
+    return np.add(a, b, dtype=np.float32)
 
 
 @op("mul", infer=_binary, cost=_cost(1), tol={}, samples=_PAIRS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..graph.op import Arg, Cost, Rng, Sample, Shape, expect, grid, op, require, same
+from ..graph.op import Arg, Cost, Rng, Sample, Shape, expect, grid, op, out, require, same
 from ..graph.tensor import Meta
 
 
@@ -47,7 +47,8 @@ def _layer_infer(x: Meta, w: Meta, b: Meta, *, eps: float) -> Meta:
         if operand is not None:
             fits = operand.shape == x.shape[-1:]
             require(fits, f"{name} {operand.shape} does not fit rows of {x.shape[-1]}")
-    return same(x)
+    expect("x", x, None, "f32", "f16")
+    return out(x.shape)
 
 
 def _layer_sample(rows: int, inner: Shape, layout: str, bias: bool) -> Sample:
@@ -73,7 +74,7 @@ def _layer_sample(rows: int, inner: Shape, layout: str, bias: bool) -> Sample:
 def layer_norm(
     x: np.ndarray, w: np.ndarray, b: np.ndarray | None = None, *, eps: float,
 ) -> np.ndarray:  # fmt: skip
-    """Layer norm over the last axis. x [T, ..., D], w [D], b [D] or None -> [T, ..., D].
+    """Layer norm over the last axis. x [T, ..., D], w [D], b [D] or None -> f32 [T, ..., D].
 
     (x - mean) / sqrt(variance + eps) * w + b with the population variance. Ba, Kiros & Hinton 2016.
     """

@@ -32,7 +32,8 @@ pytestmark = pytest.mark.cuda
 # few tokens, and for float32, are tighter in test_cuda_linear.py and the tests of attention.
 HALVES = {"linear": 6e-3, "attention": 2e-3, "packed_attention": 2e-3, "linear_quantise": 6e-3,
           "packed_attention_quantise": 8e-3, "layer_norm_quantise": 1e-3,
-          "linears": 6e-3, "gated": 6e-3, "linear_add": 6e-3,
+          "linears": 6e-3, "gated": 6e-3, "linear_add": 6e-3, "linears_quantise": 6e-3,
+          "linear_add_quantise": 6e-3,
           "expert_linear": 1e-2, "head_linear": 1e-2, "expert_gated": 1e-2,
           "expert_clamped": 1e-2}  # fmt: skip
 

@@ -42,7 +42,7 @@ def targets(made: source.Module) -> tuple[str, ...]:
     if made.file.startswith("small_batch") and int(macros["TOKENS"]) > 16:
         fewer = (macros["TOKENS"], macros["STAGES"]) == ("32", "4") and "EIGHT_BITS" in macros
         return ARCHS[1:2] if fewer else ARCHS[2:]
-    if macros.get("WGMMA") == "1" or made.file == "gemm_bytes.cu":
+    if macros.get("WGMMA") == "1" or made.file in ("gemm_bytes.cu", "gemm_halves.cu"):
         return ARCHS[2:]
     if needs_tensor_cores(made):
         return ARCHS[1:]

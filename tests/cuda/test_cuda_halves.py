@@ -218,6 +218,39 @@ def test_gate_and_up_in_one_pass(kind, most, bias):
         assert found == ["quantise_act", "gated"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clusters", [1, 5])
+def test_products_of_many_tokens_to_halves(kind, clusters, monkeypatch):
+    """Of one to three matrices in one launch, with incomplete tiles of tokens, rows and depth."""
+    name = "graphllm.backends.cuda.kernels.gemm_halves.most_clusters"
+    monkeypatch.setattr(name, lambda *arguments: clusters)
+    rng, depth, most = np.random.default_rng(8), 136, 1000
+    t, shapes = Var("T", 257, most), {"a": (288, depth), "b": (32, depth), "c": (544, depth)}
+    weights = {n: normal(rng, s).astype(dtype(kind).numpy) for n, s in shapes.items()}
+    weights |= {f"{n}.b": rng.standard_normal(s[0]).astype(np.float32) for n, s in shapes.items()}
+    x = feed("x", (t, depth), kind)
+    w, bias = ([weight(f"{n}{end}", np.shape(weights[n + end]), each) for n in "abc"]
+               for end, each in (("", kind), (".b", "f32")))  # fmt: skip
+    one = {"heads": 0, "dtype": kind}
+    nodes = [
+        ops.get("linears_quantise").node(
+            *(x, w[0], bias[0], x, w[1], None, x, w[2], bias[2]), heads=(9, 0, 17), dtype=kind
+        ),
+        ops.get("linear_quantise").node(x, w[2], bias[2], act="gelu", kind="erf", **one),
+        ops.get("linear_quantise").node(x, w[0], None, act="relu", kind="", **one),
+    ]
+    if kind == "f16":
+        r = feed("r", (t, 544), kind)
+        nodes.append(ops.get("linear_add_quantise").node(x, w[2], r, bias[2], dtype=kind))
+    counts = (257, 640, most)
+    array, before = rows(rng, most, depth), rows(rng, most, 544)
+    for node in nodes:
+        feeds = {"x": array.astype(dtype(kind).numpy), "r": before.astype(np.float16)}
+        read = {s.name for s in node.sources if s.op == "input"}
+        cases = {f"{c}": ({n: feeds[n][:c] for n in read}, {"T": c}) for c in counts}
+        assert not unequal(node, cases, weights, 2e-2 if kind == "bf16" else 4e-3)
+
+
 def test_a_plan_of_sixteen_tokens_is_one_graph():
     """There is no cuBLASLt call between its launches."""
     rng, t = np.random.default_rng(6), Var("T", 16, 16)

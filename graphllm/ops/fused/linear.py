@@ -17,31 +17,23 @@ from ...graph.tensor import Tensor
 from .norm import (
     LAYOUTS,
     TOL,
+    act_arg,
     is_op,
+    matrix_arg,
     quantise_to,
     quantised_dtypes,
     row_arg,
     unit_rows,
     weight_arg,
-)
+)  # fmt: skip
+from .quantised_linear import ACTIVATIONS, propose_linear_add
 
 # --------------------------------------------------------------------------------------------- glu
 
 
-def _matrix(n: int, k: int, kind: Any) -> Arg:
-    return Arg((n, k), kind, leaf="weight", make=unit_rows)
-
-
-def _act(k: int, kind: Any) -> Arg:
-    return Arg(("T", k), kind)
-
-
-_ACTIVATIONS = ("silu", "gelu")
-
-
 def _propose_glu(node: Tensor, users: Users) -> Proposal | None:
     act, up = node.src
-    if act is None or act.op not in _ACTIVATIONS or len(node.shape) < 2:
+    if act is None or act.op not in ACTIVATIONS or len(node.shape) < 2:
         return None
     attrs = {
         "act": act.op,
@@ -70,9 +62,9 @@ def _propose_gated(node: Tensor, users: Users) -> Proposal | None:
     samples=grid(
         lambda rows, format, bias, dtypes: Sample(
             (
-                _act(256, format[0]), _matrix(256, 256, format[1]),
+                act_arg(256, format[0]), matrix_arg(256, 256, format[1]),
                 weight_arg(256) if bias else None,
-                _act(256, format[0]), _matrix(256, 256, format[2]), None,
+                act_arg(256, format[0]), matrix_arg(256, 256, format[2]), None,
             ),
             {"act": "silu", "kind": "", "dtypes": dtypes},
             {"T": rows},
@@ -120,7 +112,7 @@ def _expert_sample(
     weights = (Arg((5, 256, 256), kind, leaf="weight", make=unit_rows) for kind in format[1:])
     ids = Arg(("T", 2), I32, make=lambda rng, shape: rng.integers(0, 5, shape))
     biases = (Arg((5, 256), leaf="weight") if b else None for b in bias)
-    args = (_act(256, format[0]), *weights, ids, *biases)
+    args = (act_arg(256, format[0]), *weights, ids, *biases)
     return Sample(args, {**attrs, "dtypes": dtypes}, {"T": rows})
 
 
@@ -197,7 +189,7 @@ def expert_clamped(
     )
     + grid(
         lambda dtype: Sample(
-            (_act(256, F32),) * 2, {"act": "silu", "kind": "", "dtypes": (dtype,)}, {"T": 7}
+            (act_arg(256, F32),) * 2, {"act": "silu", "kind": "", "dtypes": (dtype,)}, {"T": 7}
         ),
         dtype=("f8_row", "f8_128"),
     ),
@@ -214,23 +206,15 @@ def glu(gate: Tensor, up: Tensor, *, act: str, kind: str, dtypes: tuple[str, ...
 # ----------------------------------------------------------------------------------------- linears
 
 
-def _propose_linear_add(node: Tensor, users: Users) -> Proposal | None:
-    x, made = node.src
-    if not is_op(made, "linear") or node.src[0].shape != made.shape:  # type: ignore[union-attr]
-        return None
-    a, w, bias = made.src  # type: ignore[union-attr]
-    return (a, w, x, bias), {}
-
-
 @fused_op(
     "linear_add",
     anchor="add",
-    propose=_propose_linear_add,
+    propose=propose_linear_add,
     tol=TOL,
     samples=grid(
         lambda rows, format, bias, layout: Sample(
             (
-                _act(256, format[0]), _matrix(45, 256, format[1]), row_arg(45, layout),
+                act_arg(256, format[0]), matrix_arg(45, 256, format[1]), row_arg(45, layout),
                 weight_arg(45) if bias else None,
             ),
             {},
@@ -245,59 +229,6 @@ def _propose_linear_add(node: Tensor, users: Users) -> Proposal | None:
 def linear_add(x: Tensor, w: Tensor, r: Tensor, bias: Tensor | None = None) -> Any:
     """r + x w^T + bias: a linear with residual. x [T, K], w [N, K], r [T, N] -> [T, N]."""
     return get("add")(r, get("linear")(x, w, bias))
-
-
-def _propose_linear_quantise(node: Tensor, users: Users) -> Proposal | None:
-    assert node.src[0] is not None
-    made, act, kind = node.src[0].base, "", ""
-    if made.op in _UNITS:
-        assert made.src[0] is not None
-        act, kind, made = made.op, made.attrs.get("kind", ""), made.src[0].base
-    if made.op != "linear":
-        return None
-    heads = node.shape[1] if len(node.shape) == 3 else 0
-    return made.src, {"act": act, "kind": kind, "heads": heads, "dtype": node.attrs["dtype"]}
-
-
-_UNITS = (*_ACTIVATIONS, "relu")
-
-
-@fused_op(
-    "linear_quantise",
-    anchor="quantise_act",
-    propose=_propose_linear_quantise,
-    tol=TOL,
-    samples=[
-        *grid(
-            lambda rows, bias, act, heads: Sample(
-                (_act(256, F16), _matrix(48, 256, F16), weight_arg(48) if bias else None),
-                {"act": act[0], "kind": act[1], "heads": heads, "dtype": "f16"},
-                {"T": rows},
-            ),
-            rows=(0, 1, 7, 300),
-            bias=(False, True),
-            act=(("", ""), ("relu", ""), ("silu", ""), ("gelu", "tanh"), ("gelu", "erf")),
-            heads=(0, 3),
-        ),
-        Sample(
-            (_act(256, F16), _matrix(45, 256, Q8_0), weight_arg(45)),
-            {"act": "gelu", "kind": "erf", "heads": 0, "dtype": "f16"},
-            {"T": 300},
-        ),
-    ],
-)
-def linear_quantise(
-    x: Tensor, w: Tensor, bias: Tensor | None = None, *, act: str, kind: str, heads: int, dtype: str
-) -> Any:
-    """act(x w^T + bias), quantised. x [T, K], w [N, K], bias [N] -> [T, N], or with heads.
-
-    ``act``: an activation, or empty; ``kind``: attribute of gelu, or empty. ``heads``: number of
-    heads of a result [T, heads, N / heads]; 0 for [T, N].
-    """
-    made = get("linear")(x, w, bias)
-    if act:
-        made = get(act)(made, **({"kind": kind} if kind else {}))
-    return get("quantise_act")(made.heads(heads) if heads else made, dtype=dtype)
 
 
 def _propose_linears(node: Tensor, users: Users) -> Proposal | None:
@@ -324,9 +255,9 @@ _MIXED = ((A8_32, Q8_0), (A8_256, Q4_K), (A8_32, Q5_0))
         *grid(
             lambda rows, format, bias: Sample(
                 (
-                    _act(256, format[0]), _matrix(45, 256, format[1]),
+                    act_arg(256, format[0]), matrix_arg(45, 256, format[1]),
                     weight_arg(45) if bias else None,
-                    _act(256, format[0]), _matrix(16, 256, format[1]), None,
+                    act_arg(256, format[0]), matrix_arg(16, 256, format[1]), None,
                 ),
                 {},
                 {"T": rows},
@@ -337,7 +268,10 @@ _MIXED = ((A8_32, Q8_0), (A8_256, Q4_K), (A8_32, Q5_0))
         ),
         *grid(
             lambda rows: Sample(
-                tuple(a for x, w in _MIXED for a in (_act(512, x), _matrix(33, 512, w), None)),
+                tuple(
+                    arg for x, w in _MIXED
+                    for arg in (act_arg(512, x), matrix_arg(33, 512, w), None)
+                ),
                 {},
                 {"T": rows},
             ),

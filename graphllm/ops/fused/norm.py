@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...graph.dtype import DTYPES
+from ...graph.dtype import DTYPES, F16, F32
 from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Rng, Sample, Users, get, grid
 from ...graph.tensor import Tensor
@@ -41,6 +41,14 @@ def unit_rows(rng: Rng, shape: tuple[int, ...]) -> Any:
 
 def weight_arg(width: int) -> Arg:
     return Arg((width,), leaf="weight")
+
+
+def matrix_arg(n: int, k: int, kind: Any) -> Arg:
+    return Arg((n, k), kind, leaf="weight", make=unit_rows)
+
+
+def act_arg(k: int, kind: Any) -> Arg:
+    return Arg(("T", k), kind)
 
 
 def _propose_norm_add_norm(node: Tensor, users: Users) -> Proposal | None:
@@ -199,8 +207,11 @@ def norm_quantise(x: Tensor, w: Tensor, *, eps: float, dtypes: tuple[str, ...]) 
     propose=_propose_norm_quantise,
     tol=TOL,
     samples=grid(
-        lambda rows, width, layout, bias, dtypes: Sample(
-            (row_arg(width, layout), weight_arg(width), weight_arg(width) if bias else None),
+        lambda rows, width, layout, bias, dtypes, kind: Sample(
+            (
+                Arg(("T", width), kind, layout), weight_arg(width),
+                weight_arg(width) if bias else None,
+            ),
             {"eps": 1e-6, "dtypes": dtypes},
             {"T": rows},
         ),
@@ -209,6 +220,7 @@ def norm_quantise(x: Tensor, w: Tensor, *, eps: float, dtypes: tuple[str, ...]) 
         layout=LAYOUTS,
         bias=(False, True),
         dtypes=(("f16",), ("f32", "f16"), ("a8_32",), ("f32", "a8_256"), ("a8_row",)),
+        kind=(F32, F16),
     ),
 )  # fmt: skip
 def layer_norm_quantise(

@@ -40,21 +40,24 @@ UNARY(sigmoid, 1.f / (1.f + expf(-x)))
 UNARY(gelu_tanh, act_gelu_tanh(x))
 UNARY(gelu_erf, act_gelu_erf(x))
 
-// b has the shape of a, or `inner` elements that repeat along a row.
-template <int EACH, class F>
+__device__ __forceinline__ float as_float(float x) { return x; }
+__device__ __forceinline__ float as_float(u16 x) { return from_f16(x); }
+
+// b has the shape of a, or `inner` elements that repeat along a row. A: type of the elements of a.
+template <int EACH, class A, class F>
 __device__ __forceinline__ void binary(const u8* a, i64 a_stride, const u8* b, i64 b_stride,
                                        float* out, const i64* live, int width, int inner, F f) {
     const i64 rows = begin(live);
     i64 row = blockIdx.x;
     if (row >= rows) return;
-    const float* left = (const float*)(a + row * a_stride);
+    const A* left = (const A*)(a + row * a_stride);
     const float* right = (const float*)(b + row * b_stride);
     int first = blockIdx.y * EACH * blockDim.x + threadIdx.x;
     float v[EACH], w[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         int column = first + i * blockDim.x;
-        v[i] = column < width ? left[column] : 0.f;
+        v[i] = column < width ? as_float(left[column]) : 0.f;
         w[i] = column < width ? right[inner ? column % inner : column] : 0.f;
     }
 #pragma unroll
@@ -64,19 +67,20 @@ __device__ __forceinline__ void binary(const u8* a, i64 a_stride, const u8* b, i
     }
 }
 
-#define BINARY_EACH(NAME, EACH, EXPRESSION)                                                     \
+#define BINARY_EACH(NAME, EACH, A, EXPRESSION)                                                  \
     extern "C" __global__ void NAME##_##EACH(const u8* a, i64 a_stride, const u8* b,            \
                                              i64 b_stride, float* out, const i64* live,         \
                                              int width, int inner TIMESTAMPS) {                 \
         RECORD_TIMESTAMPS                                                                       \
-        binary<EACH>(a, a_stride, b, b_stride, out, live, width, inner,                         \
-                     [](float x, float y) { return EXPRESSION; });                              \
+        binary<EACH, A>(a, a_stride, b, b_stride, out, live, width, inner,                      \
+                        [](float x, float y) { return EXPRESSION; });                           \
     }
-#define BINARY(NAME, EXPRESSION)                                                                \
-    BINARY_EACH(NAME, 1, EXPRESSION)                                                            \
-    BINARY_EACH(NAME, 4, EXPRESSION)
-BINARY(add, x + y)
-BINARY(mul, x * y)
+#define BINARY(NAME, A, EXPRESSION)                                                             \
+    BINARY_EACH(NAME, 1, A, EXPRESSION)                                                         \
+    BINARY_EACH(NAME, 4, A, EXPRESSION)
+BINARY(add, float, x + y)
+BINARY(add_half, u16, x + y)
+BINARY(mul, float, x * y)
 
 // The gated unit of gpt-oss; NaN stays NaN.
 #define CLAMPED(EACH)                                                                           \
@@ -84,8 +88,8 @@ BINARY(mul, x * y)
         const u8* a, i64 a_stride, const u8* b, i64 b_stride, float* out, const i64* live,      \
         int width, float alpha, float limit TIMESTAMPS) {                                       \
         RECORD_TIMESTAMPS                                                                       \
-        binary<EACH>(a, a_stride, b, b_stride, out, live, width, 0,                             \
-                     [=](float x, float y) { return act_clamped(x, y, alpha, limit); });        \
+        binary<EACH, float>(a, a_stride, b, b_stride, out, live, width, 0,                      \
+                            [=](float x, float y) { return act_clamped(x, y, alpha, limit); }); \
     }
 CLAMPED(1)
 CLAMPED(4)

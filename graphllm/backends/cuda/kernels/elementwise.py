@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ... import CONTIGUOUS, ROWS
+from .... import ops
+from ....graph.dtype import F16
+from ....graph.tensor import Tensor
+from ... import CONTIGUOUS, ROWS, Options
 from ...kernel_context import requires_equal_shapes, requires_row
 from .. import BACKEND
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
 from ..runtime.work import Arg, Launch, ceil
+from .matrices import MAX_TOKENS
 
 _MODULE = module("elementwise")
 _THREADS = 256
@@ -94,9 +98,32 @@ def _binary(ctx: KernelContext, name: str, stride: int, inner: int) -> Launch:
     return _launch(ctx, a, name, args)
 
 
-@BACKEND.kernel("add", **_PAIR)
+def _lower_add(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
+    """The residual of a post-norm layer in f16, as its linears multiply f16; see `half_residual`.
+
+    The sum is stored in f16, too: half the bytes, with an error as large as that of the product.
+    """
+    a, b = node.sources
+    return (ops.quantise_act(a, dtype=F16.name) if half_residual(a, b, options) else a), b
+
+
+def half_residual(a: Tensor, b: Tensor, options: Options) -> bool:
+    """Whether a + b is a norm and the product of many tokens in f16 that is added to it."""
+    many = KernelContext.upper_bound(a.meta.rows) > MAX_TOKENS and not options.deterministic
+    if not (many and a.op == "layer_norm" and b.op == "linear" and len(a.shape) == 2):
+        return False
+    whole = a.shape == b.shape and int(a.meta.inner[0]) % 8 == 0
+    return whole and b.sources[0].dtype == F16
+
+
+@BACKEND.kernel("add", **_PAIR, lower=_lower_add)
 def add(ctx: KernelContext) -> Launch:
     return _binary(ctx, "add", ctx.b.row_stride, 0)
+
+
+@BACKEND.kernel("add", **(_PAIR | {"dtypes": {"a": "f16", "b": "f32"}}))
+def add_half(ctx: KernelContext) -> Launch:
+    return _binary(ctx, "add_half", ctx.b.row_stride, 0)
 
 
 @BACKEND.kernel("add", **_ROW)

@@ -9,7 +9,7 @@ from ..runtime.work import Launch, ceil
 from .gemm import PLAIN, planes_argument
 from .weight_packing import PACK, QUANTISED, item_elements
 
-_THREADS = 128
+_THREADS = 256  # of a block, at most
 
 
 def _float_kernel(name: str) -> Function:
@@ -37,8 +37,11 @@ def _launch(ctx: KernelContext, kernel: Function, table: int | bytes, elements: 
     """A launch in which each thread writes ``elements`` of a row."""
     ids, (count, width) = ctx.ids, ctx.w.meta.shape
     args = (ids.address, table, count, ctx.out.address, ctx.live_address(ids.meta.rows), width)
-    grid = (ctx.upper_bound(ids.meta.rows), ceil(width // elements, _THREADS))
-    return Launch(kernel, grid, (_THREADS,), args)
+    threads = min(
+        _THREADS, 32 * ceil(width // elements, 32)
+    )  # few blocks: they are started in turn
+    grid = (ctx.upper_bound(ids.meta.rows), ceil(width // elements, threads))
+    return Launch(kernel, grid, (threads,), args)
 
 
 def _all_instances() -> None:

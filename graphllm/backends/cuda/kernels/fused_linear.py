@@ -15,8 +15,8 @@ from ..runtime.device import KernelContext, OperandRef
 from ..runtime.work import Launch, Work
 from . import linear_bytes, small_batch, small_batch_blocks
 from .elementwise import ACTIVATIONS
-from .fused_norm import gated_halves, gated_unit, two_at_most, unit_in_place
-from .gemm import PLAIN, Job, gemms, workspace_nbytes
+from .fused_norm import gated_halves, gated_unit, two_at_most
+from .gemm import PLAIN, Job, grouped_job, workspace_nbytes
 from .linear import can_fuse_gate, dtype_mismatch, gemv, launches
 from .matrices import MAX_TOKENS
 from .quantize import HALVES, quantise
@@ -47,18 +47,12 @@ def _all_matched(node: Tensor, options: Options) -> str | None:
     return next(filter(None, (dtype_mismatch(*pair, options) for pair in _pairs(node))), None)
 
 
-def _job(ctx: KernelContext, index: int, out: OperandRef) -> Job:
-    x, w, bias = ctx.inputs[3 * index : 3 * index + 3]
-    assert x is not None and w is not None
-    return Job(x, w, bias, out)
-
-
 @_kernels(
     "linears", when=_all_matched, layout={"x": ROWS},
     scratch=lambda node, options: workspace_nbytes(*_pairs(node)),
 )  # fmt: skip
 def linears(ctx: KernelContext) -> list[Work]:
-    jobs = [_job(ctx, i, out) for i, out in enumerate(ctx.results)]
+    jobs = [grouped_job(ctx, i, out) for i, out in enumerate(ctx.results)]
     return launches(ctx, jobs, ctx.scratch)
 
 
@@ -70,43 +64,6 @@ def linears(ctx: KernelContext) -> list[Work]:
 def linear_add(ctx: KernelContext) -> list[Work]:
     job = Job(ctx.x, ctx.w, ctx.op("bias"), ctx.out, ctx.r)
     return launches(ctx, [job], ctx.scratch)
-
-
-def _many_halves(node: Tensor, options: Options) -> str | None:
-    """Why cuBLASLt cannot store f16 or bf16; None if it can."""
-    x, w = node.src[:2]
-    assert x is not None and w is not None
-    kind, rows = node.attrs["dtype"], KernelContext.upper_bound(x.meta.rows)
-    if x.dtype.name not in HALVES or kind != x.dtype.name:
-        return f"x is {x.dtype}, the result {kind}"
-    if rows <= MAX_TOKENS or options.deterministic or int(w.meta.shape[0]) % 8:  # type: ignore[arg-type]
-        return "cuBLASLt does not compute it"
-    return dtype_mismatch(x, w, options)
-
-
-def _linear_quantise_scratch(node: Tensor, options: Options) -> int:
-    x, w = node.src[:2]
-    assert w is not None
-    return aligned(2 * int(w.meta.shape[0])) + workspace_nbytes((x, w))  # type: ignore[arg-type]
-
-
-@_kernels(
-    "linear_quantise", when=_many_halves, layout={"x": ROWS}, scratch=_linear_quantise_scratch
-)
-def linear_quantise(ctx: KernelContext) -> list[Work]:
-    """The product in f16 or bf16. The bias is added by cuBLASLt, in that dtype, or before the
-    activation, in float32."""
-    bias, act, made = ctx.op("bias"), ctx.attrs["act"], ctx.out.meta
-    meta = Meta.of((made.rows, ctx.out.width), made.dtype)
-    out, workspace = replace(ctx.out, meta=meta), ctx.scratch + aligned(2 * ctx.out.width)
-    if act:
-        unit = unit_in_place(ctx, out, bias, ACTIVATIONS[act, ctx.attrs["kind"]])
-        return [*gemms(ctx, [Job(ctx.x, ctx.w, None, out)], workspace), unit]
-    if bias is None:
-        return gemms(ctx, [Job(ctx.x, ctx.w, None, out)], workspace)
-    narrow = OperandRef(ctx.scratch, Meta.of((1, ctx.out.width), meta.dtype), bias.operand)
-    before = quantise(ctx, bias.address, 0, narrow)
-    return [before, *gemms(ctx, [Job(ctx.x, ctx.w, narrow, out)], workspace)]
 
 
 def _linear_result(node: Tensor, deterministic: bool) -> Meta:
@@ -143,7 +100,7 @@ def gated(ctx: KernelContext) -> list[Work]:
     act = ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]]
     size = aligned(meta.bound().nbytes)
     results = [OperandRef(ctx.scratch + i * size, meta, ctx.out.operand) for i in range(2)]
-    jobs = [_job(ctx, i, ref) for i, ref in enumerate(results)]
+    jobs = [grouped_job(ctx, i, ref) for i, ref in enumerate(results)]
     narrow = any(form.dtype.name in HALVES for form in forms)
     alone = ctx.upper_bound(meta.rows) == 1 and not ctx.deterministic
     one: Callable[[KernelContext, Sequence[Job], int], Launch] | None = None
@@ -153,7 +110,7 @@ def gated(ctx: KernelContext) -> list[Work]:
         one = gemv
     if one and can_fuse_gate(*jobs):
         if not ctx.attrs["dtypes"]:
-            return [one(ctx, [_job(ctx, 0, ctx.out), jobs[1]], act)]
+            return [one(ctx, [grouped_job(ctx, 0, ctx.out), jobs[1]], act)]
         made, width = jobs[0].out, meta.inner[0]
         return [one(ctx, jobs, act),
                 *(quantise(ctx, made.address, 4 * width, form) for form in forms)]  # fmt: skip

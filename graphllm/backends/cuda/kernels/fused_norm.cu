@@ -55,31 +55,98 @@ __device__ __forceinline__ void norm_quantise(const u8* h, i64 h_stride, const f
     emit_row(row, targets, width);
 }
 
-// layer_norm(x), quantized, for rows of one unit per warp. b may be null.
-extern "C" __global__ void __launch_bounds__(1024, 1)
-    layer_norm_quantise_1(const u8* x, i64 x_stride, const float* w, const float* b, Targets targets,
-                          const i64* live, int width, float eps TIMESTAMPS) {
-    RECORD_TIMESTAMPS
-    RowRegisters<1> row, weight, bias = {};
-    weight.load(w, width);
-    if (b) bias.load(b, width);
-    const i64 rows = begin(live);
-    if (blockIdx.x >= rows) return;
-    row.load(row_of(x, x_stride), width);
-    float sum = 0, squares = 0;
+// The weights of a layer norm; b may be null. half: x is f16.
+struct LayerNorm {
+    const u8* x;
+    i64 x_stride;
+    const float *w, *b;
+    const i64* live;
+    i64 half;
+    int width;
+    float eps;
+};
+
+// Weight and bias of eight elements from `at` on.
+struct LayerWeights {
+    float w[8], b[8] = {};
+
+    __device__ __forceinline__ LayerWeights(const LayerNorm& a, int at) {
+        load_floats(w, a.w, at, a.width);
+        if (a.b) load_floats(b, a.b, at, a.width);
+    }
+    __device__ __forceinline__ void scale(float* v, float mean, float factor) const {
 #pragma unroll
-    for (int k = 0; k < 8; k++) sum += row.v[k];
-    const float mean = block_sum(sum) / width;
+        for (int k = 0; k < 8; k++) v[k] = (v[k] - mean) * factor * w[k] + b[k];
+    }
+};
+
+__device__ __forceinline__ float sum8(const float* v) {
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < 8; k++) sum += v[k];
+    return sum;
+}
+
+// Sum of the squares of the distances from the mean, of eight elements from `at` on.
+__device__ __forceinline__ float squares8(const float* v, const LayerNorm& a, float mean, int at) {
+    float sum = 0;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-        row.v[k] = row.column(0) + k < width ? row.v[k] - mean : 0.f;
-        squares += row.v[k] * row.v[k];
+        const float distance = at + k < a.width ? v[k] - mean : 0.f;
+        sum += distance * distance;
     }
-    const float factor = 1.f / sqrtf(block_sum(squares) / width + eps);
-#pragma unroll
-    for (int k = 0; k < 8; k++) row.v[k] = row.v[k] * factor * weight.v[k] + bias.v[k];
-    emit_row(row, targets, width);
+    return sum;
 }
+
+// layer_norm(x), quantized, for rows of one unit per warp of a block.
+extern "C" __global__ void __launch_bounds__(1024, 1) layer_norm_quantise_1(LayerNorm a, Targets targets TIMESTAMPS) {
+    RECORD_TIMESTAMPS
+    RowRegisters<1> row;
+    const int at = row.column(0);
+    const LayerWeights weights(a, at);
+    const i64 rows = begin(a.live);
+    if (blockIdx.x >= rows) return;
+    load_row(row.v, a.x + blockIdx.x * a.x_stride, a.half, at, a.width);
+    const float mean = block_sum(sum8(row.v)) / a.width;
+    const float factor = 1.f / sqrtf(block_sum(squares8(row.v, a, mean, at)) / a.width + a.eps);
+    weights.scale(row.v, mean, factor);
+    emit_row(row, targets, a.width);
+}
+
+// The same for many rows of U units, each computed by a warp. No target has a scale per row.
+template <int U> __device__ __forceinline__ void layer_norm_rows(const LayerNorm& a, const Targets& targets) {
+    const i64 rows = begin(a.live), row = (i64)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
+    const int first = 8 * (threadIdx.x % WARP);
+    if (row >= rows) return;
+    float v[U][8], sum = 0, squares = 0;
+#pragma unroll
+    for (int u = 0; u < U; u++) load_row(v[u], a.x + row * a.x_stride, a.half, first + UNIT * u, a.width);
+#pragma unroll
+    for (int u = 0; u < U; u++) sum += sum8(v[u]);
+    const float mean = warp_sum(sum) / a.width;
+#pragma unroll
+    for (int u = 0; u < U; u++) squares += squares8(v[u], a, mean, first + UNIT * u);
+    const float factor = 1.f / sqrtf(warp_sum(squares) / a.width + a.eps);
+#pragma unroll
+    for (int u = 0; u < U; u++) LayerWeights(a, first + UNIT * u).scale(v[u], mean, factor);
+#pragma unroll 1
+    for (int i = 0; i < targets.count; i++) {
+        const Target t = i ? targets.t[1] : targets.t[0];
+#pragma unroll
+        for (int u = 0; u < U; u++) emit_to<8>(v[u], t, row, 0, UNIT * u, a.width);
+    }
+}
+
+#define LAYER_NORM_ROWS(U)                                                                      \
+    extern "C" __global__ void __launch_bounds__(256)                                           \
+        layer_norm_rows_##U(LayerNorm a, Targets targets TIMESTAMPS) {                          \
+        RECORD_TIMESTAMPS                                                                       \
+        layer_norm_rows<U>(a, targets);                                                         \
+    }
+LAYER_NORM_ROWS(1)
+LAYER_NORM_ROWS(2)
+LAYER_NORM_ROWS(3)
+LAYER_NORM_ROWS(4)
 
 // Store x + norm(h) to `sum` and, if AGAIN, the norm of that with w2 to the targets. A warp with two
 // units holds one unit of x at a time, for lack of registers.
@@ -136,19 +203,6 @@ __device__ __forceinline__ float from_half(int kind, u32 pair, int i) {
     u16 half = (u16)(pair >> 16 * i);
     if (kind == 2) return from_bf16(half);
     return within_f16(from_f16(half));  // an infinity of the product counts as the largest value
-}
-
-// An activation whose result is rounded to f16 or bf16. gelu_erf: Abramowitz and Stegun 1964, 7.1.26, with an
-// error of 1.5e-7 |x|, a third of the instructions of erff.
-__device__ __forceinline__ float activate_half(int kind, float x) {
-    if (kind == SILU) return __fdividef(x, 1.f + __expf(-x));
-    if (kind == GELU_TANH) return __fdividef(x, 1.f + __expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
-    if (kind == RELU) return act_relu(x);
-    const float size = fabsf(x), t = __fdividef(1.f, fmaf(0.2316419f, size, 1.f));
-    float tail = fmaf(fmaf(fmaf(fmaf(1.061405429f, t, -1.453152027f), t, 1.421413741f), t, -0.284496736f), t,
-                      0.254829592f);
-    tail *= 0.5f * t * x * __expf(-0.5f * x * x);  // x times the probability of less than -|x|
-    return x > 0.f ? x - tail : tail;
 }
 
 // act(gate) * up of dense rows of f16 or bf16, stored as the same type. A thread computes eight columns.

@@ -6,20 +6,24 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ....graph.dtype import F32
+from ....graph.dtype import F16, F32
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from .. import BACKEND
+from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
 from ..runtime.work import Arg, Launch, ceil
 from .elementwise import ACTIVATIONS
+from .matrices import MAX_TOKENS
 from .norm import register_units
 from .quantize import has_row_scales, quantise, targets, unit
 
 _MODULE = module("fused_norm")
 _WARPS = 4
 _HALVES_THREADS, _UNIT_THREADS = 256, 128
+_LAYER_NORM = ArgumentStruct("fused_norm.cu", "LayerNorm")
+_ROW_UNITS, _ROW_WARPS = 4, 8  # most units of a row that a warp computes; warps of a block
 
 
 def two_at_most(node: Tensor, options: Options) -> str | None:
@@ -77,11 +81,24 @@ def _narrow_rows(node: Tensor, options: Options) -> str | None:
     return two_at_most(node, options) if fits else f"rows of {width} do not fit in registers"
 
 
-@BACKEND.kernel("layer_norm_quantise", **_rules("x", when=_narrow_rows))
+@BACKEND.kernel(
+    "layer_norm_quantise", layout={"x": ROWS}, when=_narrow_rows,
+    dtypes={**_FLOATS, "x": ("f32", "f16")},
+)  # fmt: skip
 def layer_norm_quantise(ctx: KernelContext) -> Launch:
-    x, rows, width = ctx.x, ctx.x.meta.rows, ctx.x.width
-    args = (x.address, x.row_stride, ctx.w.address, ctx.address("b"), targets(ctx.results),
-            ctx.live_address(rows), width, float(ctx.attrs["eps"]))  # fmt: skip
+    """A warp computes each of many rows, else a block."""
+    x, rows, width, forms = ctx.x, ctx.upper_bound(ctx.x.meta.rows), ctx.x.width, ctx.results
+    arg = _LAYER_NORM.pack(
+        x=x.address, x_stride=x.row_stride, w=ctx.w.address, b=ctx.address("b"),
+        live=ctx.live_address(x.meta.rows), half=x.dtype == F16, width=width,
+        eps=ctx.attrs["eps"],
+    )  # fmt: skip
+    units = ceil(width, 256)
+    scaled = has_row_scales(*(form.dtype.name for form in forms))
+    args = (arg, targets(forms))
+    if rows > MAX_TOKENS and units <= _ROW_UNITS and not scaled:
+        grid = (ceil(rows, _ROW_WARPS),)
+        return Launch(_MODULE[f"layer_norm_rows_{units}"], grid, (32 * _ROW_WARPS,), args)
     weights = [ref for ref in (ctx.w, ctx.op("b")) if ref is not None]
     return _launch("layer_norm_quantise", ctx, width, args, *weights)
 

@@ -49,6 +49,13 @@ class Job:
         return int(self.w.meta.shape[1])  # type: ignore[arg-type]
 
 
+def grouped_job(ctx: KernelContext, index: int, out: OperandRef) -> Job:
+    """The linear with operands number ``3 * index`` and the next two: x, w and bias."""
+    x, w, bias = ctx.inputs[3 * index : 3 * index + 3]
+    assert x is not None and w is not None
+    return Job(x, w, bias, out)
+
+
 def planes_argument(w: OperandRef | None) -> bytes:
     """The struct Planes of a weight; null pointers for None."""
     if w is None:

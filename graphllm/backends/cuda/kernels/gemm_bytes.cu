@@ -1,128 +1,12 @@
-// Linears of many tokens with weights and activations of bytes, on tensor cores of capability 9.0.
-//
-// EIGHT_BITS, GROUPED: see element_types.cuh. GATED: half of the columns are of one matrix and the other half
-// the same rows of a second one; the result is act(first) * second. COLUMNS: rows of the matrices that a
-// block multiplies at a time, which are columns of the result. STAGES: tiles of the depth in shared memory. PROMOTED:
-// tiles of the depth whose products tensor cores add before the result is added to float32 sums; 0: all. They
-// add products of e4m3 with few bits.
-//
-// A thread block computes one tile of the result after the other. One thread of its last warpgroup requests
-// the factors by the copy engine, up to STAGES ahead, also for the next tile while the present one is stored;
-// each of the other warpgroups multiplies 64 tokens. The two blocks of a cluster have the same weights and
-// different tokens: each requests half of the weights for both. The sum of a result has one order for any
-// number of tokens. Grid: (any number of clusters, 1, 2).
+// Linears of many tokens with weights and activations of bytes; see gemm_tiles.cuh. GATED: the result is
+// act(first) * second. PROMOTED: tiles of the depth whose products tensor cores add before the result is added
+// to float32 sums; 0: all. They add products of e4m3 with few bits.
 
-#include "clusters.cuh"
-#include "matrices.cuh"
+#define ADJACENT 0
+#include "gemm_tiles.cuh"
 #include "quantize.cuh"
-#include "tensor_copies.cuh"
-#include "wgmma.cuh"
 
-#define TOKENS 128
-#define DEPTH 128  // of a tile
-#define WARPGROUPS (TOKENS / 64)  // that multiply
-#define THREADS (4 * WARP * (WARPGROUPS + 1))
-#define ROWS (COLUMNS / (1 + GATED))  // of a matrix
-#define CLUSTER 2
-#define BOX (COLUMNS / CLUSTER)  // rows of a tensor map's tile
-#define SUMS (COLUMNS / 2)  // of a thread
-#define TOGETHER 8          // pairs of results whose scales and residuals are requested together
-
-struct Stage {
-    u8 w[COLUMNS][DEPTH], x[TOKENS][DEPTH];
-#if GROUPED
-    float w_scales[COLUMNS];
-    u8 padding[1024 - 4 * COLUMNS];  // the copy engine's swizzle repeats after 1024 bytes
-#endif
-};
-struct Shared {
-    Stage stages[STAGES];
-    u64 full[STAGES], empty[STAGES];
-};
-static_assert(sizeof(Shared) + 1024 <= SHARED, "see gemm_bytes.py");
-
-// Tensor maps of the activations and of up to three matrices.
-struct Maps {
-    TensorMap x, w[3];
-};
-
-// A tile of the results: its matrix, its first row there, its first token.
-struct Tile {
-    int matrix = 0, row, token;
-
-    // `number` of a cluster, which has CLUSTER adjacent tiles.
-    __device__ __forceinline__ Tile(const Matrices& all, int number, int token_groups)
-        : row(number / token_groups * ROWS),
-          token((number % token_groups * CLUSTER + (int)blockIdx.z) * TOKENS) {
-#pragma unroll
-        for (int i = 0; i < (GATED ? 0 : 2); i++) {
-            const int above = ((int)all.m[i].rows + ROWS - 1) / ROWS * ROWS;
-            if (matrix == i && row >= above) row -= above, matrix = i + 1;
-        }
-    }
-};
-
-__device__ __forceinline__ int count_tiles(const Matrices& all, int token_groups) {
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < (GATED ? 1 : 3); i++) count += ((int)all.m[i].rows + ROWS - 1) / ROWS;
-    return count * token_groups;
-}
-
-// A stage, and the parity of its phase.
-struct Place {
-    int stage = 0, parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
-
-// Request all factors, in the order in which they are multiplied; run by one thread.
-__device__ __forceinline__ void request(Shared& s, const Maps& maps, const Matrices& all, int tiles,
-                                        int token_groups, int k) {
-    Place place;
-#pragma unroll 1
-    for (int n = blockIdx.x; n < tiles; n += gridDim.x) {
-        const Tile tile(all, n, token_groups);
-#pragma unroll 1
-        for (int at = 0; at < k; at += DEPTH, place.advance()) {
-            wait_barrier(&s.empty[place.stage], place.parity ^ 1);
-            Stage& to = s.stages[place.stage];
-            u64* full = &s.full[place.stage];
-            arrive_for_copies(full, sizeof(to.w) + sizeof(to.x) + GROUPED * 4 * COLUMNS);
-            copy_tile(to.x, maps.x, at, tile.token, full);
-            const int first = BOX * (int)blockIdx.z;
-            copy_tile(to.w[first], maps.w[GATED ? blockIdx.z : tile.matrix], at, tile.row + (GATED ? 0 : first),
-                      full, (1 << CLUSTER) - 1);
-#if GROUPED
-            const Planes &a = all.m[tile.matrix].w, &b = all.m[GATED ? 1 : tile.matrix].w;
-            const float *from = (const float*)a.b + at / DEPTH * (u64)number(a.d) + tile.row;
-            const float *rest = (const float*)b.b + at / DEPTH * (u64)number(b.d) + tile.row;
-            copy_bytes(to.w_scales, from, 2 * COLUMNS, full);
-            copy_bytes(to.w_scales + COLUMNS / 2, rest + (GATED ? 0 : COLUMNS / 2), 2 * COLUMNS, full);
-#endif
-        }
-    }
-}
-
-// Let both blocks overwrite the stage; run by each warp that multiplies.
-__device__ __forceinline__ void release(u64* empty) {
-    if (threadIdx.x % WARP < CLUSTER) arrive(empty, threadIdx.x % WARP);
-}
-
-// Start the products of a stage; run by a warpgroup. ADD: see wgmma.cuh.
-template <bool ADD> __device__ __forceinline__ void multiply(Shared& s, const Place& place, int group, Sum (&c)[SUMS]) {
-    const Stage& from = s.stages[place.stage];
-    wait_barrier(&s.full[place.stage], place.parity);
-    begin_products();
-#pragma unroll
-    for (int i = 0; i < DEPTH / 32; i++) {
-        const u64 x = factor((const u16*)from.x[64 * group], i), w = factor((const u16*)from.w, i);
-        if (ADD || i) multiply_shared64<COLUMNS>(c, x, w);
-        else multiply_shared64<COLUMNS, false>(c, x, w);
-    }
-    commit_products();
-}
+#define TOGETHER 8  // pairs of results whose scales and residuals are requested together
 
 #if PROMOTED
 // Add the products of a stage to the sums, scaled if GROUPED. token_scales: of the thread's two tokens.
@@ -159,27 +43,16 @@ __device__ __forceinline__ void multiply_tile(Shared& s, Place& place, int group
 #pragma unroll 1
     for (int at = 0; at < k;) {
         const int end = PROMOTED ? min(k, at + PROMOTED * DEPTH) : k;
-        int previous = place.stage;  // whose products may be in flight
 #if PROMOTED
         const int scale = at / DEPTH;
         const float scales[2] = {GROUPED ? scales_of[0][scale] : 1, GROUPED ? scales_of[1][scale] : 1};
 #endif
-        multiply<false>(s, place, group, c);
-        place.advance(), at += DEPTH;
-#pragma unroll 1
-        for (; at < end; at += DEPTH, place.advance()) {
-            multiply<true>(s, place, group, c);
-            wait_products<1>();
-            release(&s.empty[previous]);
-            previous = place.stage;
-        }
-        wait_products<0>();
-#pragma unroll
-        for (int i = 0; i < SUMS; i += 4) asm volatile("" : SUMS_OF(c, i));
+        const int last = multiply_depth(s, place, group, end - at, c);
 #if PROMOTED
-        promote(sums, c, s.stages[previous], scales);
+        promote(sums, c, s.stages[last], scales);
 #endif
-        release(&s.empty[previous]);
+        release(&s.empty[last]);
+        at = end;
     }
 }
 
@@ -267,15 +140,15 @@ __device__ __forceinline__ void store(const Matrix& m, const Matrix& up, int row
     }
 }
 
-// Multiply and store all tiles of a block; run by a warpgroup, which has 64 tokens of each.
-__device__ __forceinline__ void compute(Shared& s, const u8* x, i64 x_stride, const Matrices& all, int tiles,
-                                        int token_groups, int tokens, int k, int act) {
-    const int lane = threadIdx.x % WARP, group = threadIdx.x / (4 * WARP);
+// Multiply and store all tiles of a block; run by warpgroup `group`, which has 64 tokens of each.
+__device__ __forceinline__ void compute(Shared& s, int group, const u8* x, i64 x_stride, const Matrices& all,
+                                        const Counts& counts, int tokens, int k, int act) {
+    const int lane = threadIdx.x % WARP;
     const int own_token = threadIdx.x / WARP * 16 + lane / 4, own_row = lane % 4 * 2;
     Place place;
 #pragma unroll 1
-    for (int n = blockIdx.x; n < tiles; n += gridDim.x) {
-        const Tile tile(all, n, token_groups);
+    for (int n = blockIdx.x; n < counts.tiles(); n += gridDim.x) {
+        const Tile tile(all, counts, n);
         const int token = tile.token + own_token;  // and the eighth one after it
         const float* scales_of[2];
 #pragma unroll
@@ -296,26 +169,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                const __grid_constant__ Matrices all, int act TIMESTAMPS) {
     RECORD_TIMESTAMPS
     DYNAMIC_SHARED(uint4, memory);
-    Shared& s = *(Shared*)((u8*)memory + (-shared_address(memory) & 1023));
+    Shared& s = aligned_memory(memory);
     const int tokens = (int)begin(live);
-    if (threadIdx.x == 0) {
-#pragma unroll
-        for (int i = 0; i < STAGES; i++) {
-            init_barrier(&s.full[i], 1);
-            init_barrier(&s.empty[i], 4 * WARPGROUPS * CLUSTER);
-        }
-        publish_barriers();
-    }
-    meet_cluster();
-    const int token_groups = (tokens + TOKENS * CLUSTER - 1) / (TOKENS * CLUSTER);
-    const int tiles = count_tiles(all, token_groups);
-    if (threadIdx.x >= 4 * WARP * WARPGROUPS) {
-        release_registers<40>();
-        if (threadIdx.x == 4 * WARP * WARPGROUPS) request(s, maps, all, tiles, token_groups, k);
-        __syncwarp();
-    } else {
-        claim_registers<232>();
-        compute(s, x, x_stride, all, tiles, token_groups, tokens, k, act);
-    }
-    meet_cluster();  // the other one may still write to this block's shared memory
+    const Counts counts(all, tokens);
+    run_warpgroups(s, maps, all, counts, k,
+                   [&](int group) { compute(s, group, x, x_stride, all, counts, tokens, k, act); });
 }

@@ -52,24 +52,35 @@ extern "C" __global__ void rms_norm_0(const u8* x, i64 stride, const float* w, f
     for (int i = threadIdx.x; i < width; i += blockDim.x) line.out[i] = line.x[i] * factor * w[i];
 }
 
-// b may be null.
-extern "C" __global__ void layer_norm(const u8* x, i64 stride, const float* w, const float* b,
-                                      float* out, const i64* live, int lines, int width,
-                                      float eps TIMESTAMPS) {
-    RECORD_TIMESTAMPS
-    Line line = line_of(x, stride, out, live, lines, width);
-    if (!line.live) return;
+// b may be null. T: float, or u16 for f16.
+template <class T>
+__device__ __forceinline__ void layer_norm(const u8* x, i64 stride, const float* w, const float* b, float* out,
+                                           const i64* live, int lines, int width, float eps) {
+    const i64 rows = begin(live), line = blockIdx.x, row = line / lines;
+    if (row >= rows) return;
+    const T* from = (const T*)(x + row * stride) + line % lines * width;
+    auto at = [&](int i) { return sizeof(T) == 2 ? from_f16((u16)from[i]) : (float)from[i]; };
     float sum = 0;
-    for (int i = threadIdx.x; i < width; i += blockDim.x) sum += line.x[i];
+    for (int i = threadIdx.x; i < width; i += blockDim.x) sum += at(i);
     float mean = block_sum(sum) / width, squares = 0;
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
-        float v = line.x[i] - mean;
+        float v = at(i) - mean;
         squares += v * v;
     }
     float factor = 1.f / sqrtf(block_sum(squares) / width + eps);
     for (int i = threadIdx.x; i < width; i += blockDim.x)
-        line.out[i] = (line.x[i] - mean) * factor * w[i] + (b ? b[i] : 0.f);
+        out[line * width + i] = (at(i) - mean) * factor * w[i] + (b ? b[i] : 0.f);
 }
+
+#define LAYER_NORM(NAME, T)                                                                     \
+    extern "C" __global__ void NAME(const u8* x, i64 stride, const float* w, const float* b,    \
+                                    float* out, const i64* live, int lines, int width,          \
+                                    float eps TIMESTAMPS) {                                     \
+        RECORD_TIMESTAMPS                                                                       \
+        layer_norm<T>(x, stride, w, b, out, live, lines, width, eps);                           \
+    }
+LAYER_NORM(layer_norm_f32, float)
+LAYER_NORM(layer_norm_f16, u16)
 
 extern "C" __global__ void softmax(const u8* x, i64 stride, float* out, const i64* live, int lines,
                                    int width TIMESTAMPS) {

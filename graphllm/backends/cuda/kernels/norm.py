@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from .... import ops
+from ....graph.dtype import F16
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
@@ -61,9 +63,20 @@ def rms_norm(ctx: KernelContext) -> Launch:
     return _launch(ctx, f"rms_norm_{each}", ("w",), float(ctx.attrs["eps"]), block=block)
 
 
-@BACKEND.kernel("layer_norm", **_RULES)
+def _lower_layer_norm(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
+    """The sum with a residual in f16 as f16, see `elementwise.half_residual`."""
+    x, *rest = node.src
+    assert x is not None
+    narrow = x.op == "add" and x.sources[0].dtype == F16
+    return (ops.quantise_act(x, dtype=F16.name) if narrow else x, *rest)
+
+
+_FLOATS = {"x": ("f32", "f16"), "w": "f32", "b": "f32"}
+
+
+@BACKEND.kernel("layer_norm", **(_RULES | {"dtypes": _FLOATS}), lower=_lower_layer_norm)
 def layer_norm(ctx: KernelContext) -> Launch:
-    return _launch(ctx, "layer_norm", ("w", "b"), float(ctx.attrs["eps"]))
+    return _launch(ctx, f"layer_norm_{ctx.x.dtype.name}", ("w", "b"), float(ctx.attrs["eps"]))
 
 
 @BACKEND.kernel("softmax", **_RULES)

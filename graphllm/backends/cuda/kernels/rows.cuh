@@ -1,5 +1,5 @@
 #pragma once
-// Eight adjacent elements of a row of float32, of which a thread reads or stores those before `width`.
+// Eight adjacent elements of a row of float32 or f16, of which a thread reads or stores those before `width`.
 
 // Whether a thread may access the elements from `at` on 16 bytes at a time.
 __device__ __forceinline__ bool whole_vectors(const float* row, int at, int width) {
@@ -16,6 +16,21 @@ __device__ __forceinline__ void load_floats(float* v, const float* row, int at, 
     }
 #pragma unroll
     for (int i = 0; i < 8; i++) v[i] = at + i < width ? row[at + i] : 0.f;
+}
+
+// The same of a row of f16 if `half`, else of float32.
+__device__ __forceinline__ void load_row(float* v, const void* row, bool half, int at, int width) {
+    if (!half) return load_floats(v, (const float*)row, at, width);
+    const u16* from = (const u16*)row + at;
+    if (at + 8 <= width && (u64)from % 16 == 0) {
+        const uint4 own = *(const uint4*)from;
+        const u32 pairs[4] = {own.x, own.y, own.z, own.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = from_f16((u16)(pairs[i / 2] >> 16 * (i % 2)));
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = at + i < width ? from_f16(from[i]) : 0.f;
 }
 
 __device__ __forceinline__ void store_floats(const float* v, float* row, int at, int width) {

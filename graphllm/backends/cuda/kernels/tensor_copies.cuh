@@ -66,6 +66,18 @@ __device__ __forceinline__ void copy_tile(void* to, const TensorMap& map, int co
         : "memory");
 }
 
+// Copy a tile of a matrix whose map `interleaved_map` of runtime/tensor_map.py has made. Of each 32 rows from a
+// multiple of 32 on, row 8 c + 2 j + e becomes row 8 j + 2 c + e of the tile (c, j < 4; e < 2). A thread that has
+// sums of columns 2 c and 2 c + 1 of every eight, see wgmma.cuh, so has those of 8 adjacent rows of the matrix.
+__device__ __forceinline__ void copy_interleaved(void* to, const TensorMap& map, int column, int row, u64* barrier,
+                                                 u16 blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%2, %3, %3, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+        "l"(&map), "r"(column), "r"(0), "r"(row / 32), "r"(shared_address(barrier)), "h"(blocks)
+        : "memory");
+}
+
 // Copy adjacent bytes: a multiple of 16, as both addresses are.
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, int nbytes, u64* barrier) {
     asm volatile(

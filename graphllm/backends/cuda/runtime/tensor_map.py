@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ....errors import GraphllmError
@@ -32,16 +33,32 @@ def tensor_map(
     Raises:
         GraphllmError: the driver refuses the matrix.
     """
+    return _encode(gpu, address, (row_nbytes, rows), (stride,), (TILE_BYTES, tile_rows))
+
+
+def interleaved_map(gpu: Gpu, address: int, rows: int, row_nbytes: int, tile_rows: int) -> bytes:
+    """Return the map of a dense matrix for `copy_interleaved` of tensor_copies.cuh.
+
+    Arguments and errors as for `tensor_map`; ``rows`` and ``tile_rows`` are multiples of 32.
+    """
+    sizes = (row_nbytes, 2, 4, 4, rows // 32)
+    strides = tuple(row_nbytes * count for count in (1, 8, 2, 32))
+    return _encode(gpu, address, sizes, strides, (TILE_BYTES, 2, 4, 4, tile_rows // 32))
+
+
+def _encode(
+    gpu: Gpu, address: int, sizes: Sequence[int], strides: Sequence[int], tile: Sequence[int]
+) -> bytes:
+    """Return a map of bytes: sizes of the axes, strides of all but the first, sizes of a tile."""
     room = ctypes.create_string_buffer(_SIZE + _ALIGNMENT)
-    start = -ctypes.addressof(room) % _ALIGNMENT
+    start, rank = -ctypes.addressof(room) % _ALIGNMENT, len(sizes)
     status = gpu.library.cuTensorMapEncodeTiled(
-        ctypes.c_void_p(ctypes.addressof(room) + start), _UINT8, 2, ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(row_nbytes, rows), (ctypes.c_uint64 * 1)(stride),
-        (ctypes.c_uint32 * 2)(TILE_BYTES, tile_rows), (ctypes.c_uint32 * 2)(1, 1),
+        ctypes.c_void_p(ctypes.addressof(room) + start), _UINT8, rank, ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*tile), (ctypes.c_uint32 * rank)(*[1] * rank),
         _NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZEROS,
     )  # fmt: skip
     if status:
-        raise GraphllmError(
-            f"CUDA error {status} at the tensor map of {rows} rows of {row_nbytes} bytes"
-        )
+        axes = " x ".join(map(str, sizes[::-1]))
+        raise GraphllmError(f"CUDA error {status} at the tensor map of {axes} bytes")
     return room.raw[start : start + _SIZE]
