@@ -1,28 +1,36 @@
 """What HTTP costs: streams of `graphllm serve` and the same requests in one process, interleaved.
 
     pip install 'graphllm[serve,demo]'
-    python benchmarks/http_server.py demo -b 1,16,64 -n 64 -t 2 -r 3
+    python benchmarks/http_server.py demo -b 1,16,64 -n 64 -t 2 -r 5
 
 Each round computes ``-b`` requests at once, each with a prompt of its own of about 32 tokens and
-``-n`` sampled tokens, first through the engine and then through a server on localhost, whose
-client is this process. Rates are tokens per second of all requests, from the first submission to
-the last token; the ratio is that of the same round. TTFT: the median time to the first piece of
-text, which in the engine is the time of the step that ends the prompt.
+``-n`` sampled tokens, first through the engine and then through a server on localhost. Rates are
+tokens per second of all requests, from the first submission to the last token; the ratio is that
+of the same round. TTFT: the median time to the first piece of text, which in the engine is the
+time of the step that ends the prompt.
+
+The client is this process. It must take no time of the cores that the server needs, so it leaves
+the streams in the buffers of its sockets after their first text, and sleeps until the server
+closes them. Columns ``loop`` and ``client``: CPU time per token of the server's event loop, parsing
+of requests included, and of this process.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import re
+import select
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import graphllm
 from graphllm.backends.cpu.runtime.isa import isa
@@ -44,57 +52,82 @@ _WORDS = [
 ]
 
 
+class Round(NamedTuple):
+    """Figures of one round; see the docstring of the module."""
+
+    rate: float
+    ttft_ms: float
+    loop_us: float = 0.0
+    client_us: float = 0.0
+
+
 def prompts(count: int) -> list[str]:
     """Different texts of about 32 tokens."""
     return [" ".join(_WORDS[(i + 5 * j) % 12] for j in range(28)) + f" {i}" for i in range(count)]
 
 
-def through_engine(llm: graphllm.LLM, texts: list[str], tokens: int) -> tuple[float, float]:
-    """Return tokens per second and the median time to the first token."""
+def through_engine(llm: graphllm.LLM, texts: list[str], tokens: int) -> Round:
+    """Compute the requests in this process."""
     start, first = time.perf_counter(), dict[int, float]()
     settings = {"max_tokens": tokens, "temperature": 0.8, "seed": 1, "ignore_eos": True}
     for index, _ in llm.stream(texts, **settings):
         first.setdefault(index, time.perf_counter() - start)
-    return len(texts) * tokens / (time.perf_counter() - start), median(first.values())
+    rate = len(texts) * tokens / (time.perf_counter() - start)
+    return Round(rate, 1e3 * median(first.values()))
 
 
-async def one_stream(port: int, text: str, tokens: int, start: float) -> float:
-    """Read a stream to its end, and return the time to its first text."""
+def post(port: int, text: str, tokens: int) -> socket.socket:
+    """Send the request of a stream."""
     body = json.dumps(
         {"prompt": text, "max_tokens": tokens, "temperature": 0.8, "seed": 1, "stream": True,
          "ignore_eos": True}
     ).encode()  # fmt: skip
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-    writer.write(
-        f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode() + body
-    )
-    first, ended = 0.0, False
-    while line := await reader.readline():
-        if not first and b'"text":' in line:
-            first = time.perf_counter() - start
-        ended = ended or b"[DONE]" in line
-    writer.close()
-    if not ended:
-        raise SystemExit("error: a stream ended early")
-    return first
+    found = socket.create_connection(("127.0.0.1", port))
+    found.sendall(f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode())
+    found.sendall(body)
+    return found
 
 
-def through_http(port: int, texts: list[str], tokens: int) -> tuple[float, float]:
-    """As `through_engine`, through a server."""
+def through_http(port: int, server: int, texts: list[str], tokens: int) -> Round:
+    """Compute the requests in a server; ``server``: its process id."""
+    start, cpu, loop = time.perf_counter(), time.process_time(), loop_seconds(server)
+    poll, firsts = select.epoll(), list[float]()
+    streams = {each.fileno(): each for each in (post(port, text, tokens) for text in texts)}
+    data = dict.fromkeys(streams, b"")
+    for number in streams:
+        poll.register(number, select.EPOLLIN | select.EPOLLRDHUP)
+    running = set(streams)
+    while running:
+        for number, events in poll.poll():
+            if b'"text":' not in data[number]:
+                data[number] += streams[number].recv(1 << 16)
+                if b'"text":' in data[number]:
+                    firsts.append(time.perf_counter() - start)
+                    poll.modify(number, select.EPOLLRDHUP)
+            elif events & select.EPOLLRDHUP:
+                running.remove(number)
+                poll.unregister(number)
+    wall, count = time.perf_counter() - start, len(texts) * tokens
+    spent = time.process_time() - cpu, loop_seconds(server) - loop
+    for number, each in streams.items():
+        while more := each.recv(1 << 16):
+            data[number] += more
+        each.close()
+        if b"[DONE]" not in data[number]:
+            raise SystemExit("error: a stream ended early")
+    poll.close()
+    return Round(count / wall, 1e3 * median(firsts), 1e6 * spent[1] / count, 1e6 * spent[0] / count)
 
-    async def run() -> list[float]:
-        start = time.perf_counter()
-        return await asyncio.gather(*(one_stream(port, text, tokens, start) for text in texts))
 
-    start = time.perf_counter()
-    firsts = asyncio.run(run())
-    return len(texts) * tokens / (time.perf_counter() - start), median(firsts)
+def loop_seconds(process: int) -> float:
+    """Return the CPU time of a process's main thread, in which the event loop runs."""
+    return int(Path(f"/proc/{process}/task/{process}/schedstat").read_text().split()[0]) / 1e9
 
 
 @contextmanager
-def server(model: str, sequences: int, threads: int) -> Iterator[int]:
-    """Serve a model in another process; yields the port."""
+def server(model: str, sequences: int, threads: int) -> Iterator[tuple[int, int]]:
+    """Serve a model in another process; yields the port and the process id."""
     command = [sys.executable, "-m", "graphllm", "serve", model, "--port", "0", "-t", str(threads),
                "--parallel", str(sequences), "-c", "512"]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
@@ -107,7 +140,7 @@ def server(model: str, sequences: int, threads: int) -> Iterator[int]:
         if port is None:
             raise SystemExit("error: the server did not start")
         try:
-            yield port
+            yield port, process.pid
         finally:
             process.terminate()
 
@@ -118,28 +151,32 @@ def main() -> None:
     parser.add_argument("-b", dest="batches", default="1,16,64", help="Requests at once.")
     parser.add_argument("-n", dest="tokens", type=int, default=64)
     parser.add_argument("-t", dest="threads", type=int, default=2)
-    parser.add_argument("-r", dest="rounds", type=int, default=3)
+    parser.add_argument("-r", dest="rounds", type=int, default=5)
     opts = parser.parse_args()
     batches = [int(each) for each in opts.batches.split(",")]
     print(f"{cpu_name()}; {isa()}; {opts.threads} threads, {opts.tokens} tokens each")
-    print("requests | engine tok/s | HTTP tok/s | HTTP / engine      | TTFT ms: engine | HTTP")
+    print(
+        "requests | engine tok/s | HTTP tok/s | HTTP / engine      | TTFT ms: engine | HTTP  | "
+        "us/token: loop | client"
+    )
     most = max(batches)
     with (
         graphllm.load(opts.model, context=512, max_sequences=most, threads=opts.threads) as llm,
-        server(opts.model, most, opts.threads) as port,
+        server(opts.model, most, opts.threads) as (port, process),
     ):
         for count in batches:
-            own, http = [], []
+            own, http = list[Round](), list[Round]()
             for _ in range(opts.rounds + 1):
                 texts = prompts(count)
                 own.append(through_engine(llm, texts, opts.tokens))
-                http.append(through_http(port, texts, opts.tokens))
-            ratios = [b[0] / a[0] for a, b in zip(own[1:], http[1:])]
-            rates = [median(each[0] for each in side[1:]) for side in (own, http)]
-            times = [1e3 * median(each[1] for each in side[1:]) for side in (own, http)]
+                http.append(through_http(port, process, texts, opts.tokens))
+            del own[0], http[0]
+            ratios = [b.rate / a.rate for a, b in zip(own, http)]
+            engine, server_ = (Round(*map(median, zip(*each))) for each in (own, http))
             print(
-                f"{count:8} | {rates[0]:12.1f} | {rates[1]:10.1f} | {median(ratios):.3f} "
-                f"({min(ratios):.3f}-{max(ratios):.3f}) | {times[0]:15.1f} | {times[1]:.1f}"
+                f"{count:8} | {engine.rate:12.1f} | {server_.rate:10.1f} | {median(ratios):.3f} "
+                f"({min(ratios):.3f}-{max(ratios):.3f}) | {engine.ttft_ms:15.1f} | "
+                f"{server_.ttft_ms:5.1f} | {server_.loop_us:14.1f} | {server_.client_us:.1f}"
             )
 
 

@@ -128,13 +128,20 @@ class AsyncLLM:
         return self._stream(lambda: self.llm.encode_chat(messages), settings)
 
     async def submit(
-        self, prompt: Prompt, *, last_only: bool = False, **sampling: Any
+        self,
+        prompt: Prompt,
+        *,
+        last_only: bool = False,
+        arrived: Callable[[], object] | None = None,
+        **sampling: Any,
     ) -> AsyncRequest:
         """Begin a request that runs in the background; see `LLM.submit`.
 
         Args:
             prompt: a string or token ids.
             last_only: wake the task at the end of the request only, for `AsyncRequest.result`.
+            arrived: called in the event loop when there are results, instead of waking a task that
+                waits in `AsyncRequest.poll`. It must not raise.
             **sampling: see `LLM.generate`.
 
         Raises:
@@ -142,7 +149,7 @@ class AsyncLLM:
         """
         found = parse_prompt(prompt, "llm.submit")
         settings = parse_settings(sampling, None, "llm.submit")[0]
-        return await self._submit(found, settings, last_only)
+        return await self._submit(found, settings, last_only, arrived=arrived)
 
     async def _stream(
         self, prompt: str | list[int] | Callable[[], list[int]], settings: Sampling
@@ -176,23 +183,24 @@ class AsyncLLM:
         settings: Sampling,
         last_only: bool = False,
         attended: bool = False,
+        arrived: Callable[[], object] | None = None,
     ) -> AsyncRequest:
         """Encode the prompt and submit the request in a thread, since encoding takes a while.
 
         If the task is cancelled meanwhile, nobody gets the handle, which cancels the request.
         """
-        arrived = asyncio.Event()
-        listener = self._listener(arrived, last_only)
+        event = asyncio.Event()
+        listener = self._listener(arrived or event.set, last_only)
         delivery = Delivery(attended=attended, background=True, listener=listener)
 
         def submit() -> RequestHandle:
             found = prompt() if callable(prompt) else prompt
             return self.llm._submit(found, settings.with_seed(), Completion(), delivery=delivery)
 
-        return AsyncRequest(await asyncio.to_thread(submit), arrived)
+        return AsyncRequest(await asyncio.to_thread(submit), event)
 
-    def _listener(self, arrived: asyncio.Event, last_only: bool) -> Callable[[bool], None]:
-        """Return the `Delivery.listener` that sets an event in the running event loop."""
+    def _listener(self, arrived: Callable[[], object], last_only: bool) -> Callable[[bool], None]:
+        """Return the `Delivery.listener` that calls ``arrived`` in the running event loop."""
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = _Mailbox(loop)
@@ -217,26 +225,26 @@ class AsyncLLM:
 
 
 class _Mailbox:
-    """Sets events of an event loop from other threads.
+    """Calls functions in an event loop for other threads.
 
-    All events of one engine step are set by one call in the loop: each such call writes to the
-    loop's socket.
+    All calls of one engine step are one callback of the loop: each callback from another thread
+    writes to the loop's socket.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._events: deque[asyncio.Event] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         self._scheduled = False
 
-    def post(self, event: asyncio.Event) -> None:
-        """Set ``event`` soon. May be called from any thread."""
-        self._events.append(event)
+    def post(self, call: Callable[[], object]) -> None:
+        """Call ``call`` soon. May be called from any thread."""
+        self._calls.append(call)
         if not self._scheduled:
             self._scheduled = True
             with suppress(RuntimeError):  # the loop is closed, and no task waits
-                self.loop.call_soon_threadsafe(self._set_events)
+                self.loop.call_soon_threadsafe(self._run_calls)
 
-    def _set_events(self) -> None:
-        self._scheduled = False  # before the events are taken, so that no later one is missed
-        while self._events:
-            self._events.popleft().set()
+    def _run_calls(self) -> None:
+        self._scheduled = False  # before the calls are taken, so that no later one is missed
+        while self._calls:
+            self._calls.popleft()()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..engine.completion import Completion
@@ -16,6 +16,7 @@ from .json_data import json_bytes, json_logprob
 
 Object = dict[str, Any]
 Piece = tuple[int, str, Sequence[TokenLogprobs]]  # number of a choice, its new text and tokens
+_TEXT = "\ue000"  # stands for the text of an event that is encoded for many texts
 
 
 class Answer:
@@ -48,6 +49,7 @@ class Answer:
         self._head = {"id": self.prefix + secrets.token_hex(12), "created": int(time.time())}
         self._model, self.tokenizer = model, tokenizer
         self._offsets: dict[int, int] = {}  # characters of the tokens of each choice so far
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # see `_text_event`
 
     # -- what every API has
     def whole(self, prompts: Sequence[Completion]) -> Object:
@@ -70,6 +72,25 @@ class Answer:
         """Yield the events of what came at once."""
         if new:
             yield self._chunk([self.piece(*each) for each in new])
+
+    def encoded(self, new: Sequence[Piece]) -> bytes:
+        """Return the events of what came at once as bytes, as `pieces` and `frame` have them."""
+        if len(new) != 1 or new[0][2]:
+            return b"".join(map(self.frame, self.pieces(new)))
+        index, text, _ = new[0]
+        return self._text_event(index, text, lambda text: self.piece(index, text, ()))
+
+    def _text_event(self, index: int, text: str, piece: Callable[[str], Object]) -> bytes:
+        """Return the event of a piece that differs from others of its choice only by its text.
+
+        Everything around the text is encoded once for each choice.
+        """
+        around = self._around.get(index)
+        if around is None:
+            whole = self.frame(self._chunk([piece(_TEXT)]))
+            before, _, after = whole.rpartition(json_bytes(_TEXT))
+            around = self._around[index] = before, after
+        return json_bytes(text).join(around)
 
     def ended(self, index: int, finish: str) -> Iterator[Object]:
         """Yield the events of the end of a choice."""
@@ -193,6 +214,17 @@ class ChatAnswer(Answer):
     ) -> Object:
         delta, finish = self._chat_text.delta(index, text, finish)
         return self._delta(index, delta, tokens, finish)
+
+    def encoded(self, new: Sequence[Piece]) -> bytes:
+        if len(new) != 1 or new[0][2]:
+            return super().encoded(new)
+        index, text, _ = new[0]
+        delta, _ = self._chat_text.delta(index, text, None)
+        if delta.keys() != {"content"}:
+            return self.frame(self._chunk([self._delta(index, delta)]))
+        return self._text_event(
+            index, delta["content"], lambda text: self._delta(index, {"content": text})
+        )
 
     def _delta(
         self, index: int, delta: Object, tokens: Sequence[TokenLogprobs] = (),

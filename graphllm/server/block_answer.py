@@ -104,6 +104,9 @@ class BlockAnswer(Answer):
         for _, text, _ in new:
             yield from self._read(text, None)
 
+    def encoded(self, new: Sequence[Piece]) -> bytes:
+        return b"".join(map(self.frame, self.pieces(new)))
+
     def ended(self, index: int, finish: str) -> Iterator[Object]:
         yield from self._read("", finish)
 

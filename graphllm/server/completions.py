@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -268,17 +268,20 @@ class Completions:
             raise ApiError(503, text, code="server_overloaded", headers={"retry-after": "1"})
         self._pending += job.choices
         requests: list[AsyncRequest] = []
+        events = self._events(request, job, requests)
+        stream = EventStream(events, job.answer, lambda: self._end(job, requests))
+        arrived = stream.wake if job.stream else None
         streams = False
         try:
             for prompt in job.prompts:
-                own = self._async.submit(prompt, last_only=not job.stream, **settings)
+                own = self._async.submit(
+                    prompt, last_only=not job.stream, arrived=arrived, **settings
+                )
                 requests.append(await own)
                 self._record(request, prompt, settings, requests[-1])
             if job.stream:
-                events = self._events(request, job, requests)
-                response = EventStream(events, job.answer, lambda: self._end(job, requests))
                 streams = True
-                return response
+                return stream
             done = await until_disconnect(request.receive, _results(requests))
             bill = bill_field(request, done) if job.answer.bills else {}
             body = json_bytes(job.answer.whole(done) | bill)
@@ -322,12 +325,12 @@ class Completions:
             request.state.arrived_ns,
         )
 
-    async def _events(
+    def _events(
         self, request: Request, job: Job, requests: Sequence[AsyncRequest]
-    ) -> AsyncGenerator[bytes, None]:
+    ) -> Generator[bytes, None, None]:
         """Yield the events of an answer, of several prompts one after another.
 
-        The events of results that came at once are joined.
+        See `EventStream`. The events of results that came at once are joined.
         """
         answer = job.answer
         prompts = [each.handle.completion for each in requests]
@@ -339,11 +342,13 @@ class Completions:
             yield data
         for index, each in enumerate(requests):  # all are computed meanwhile
             first = index * job.samples
-            async for new in _new_pieces(each, first):
-                if data := joined(answer.pieces(new)):
+            for new in _new_pieces(each, first):
+                data = answer.encoded(new) if new else b""
+                if data or not new:
                     yield data
             for sample, done in enumerate(each.completions):
-                yield joined(answer.ended(first + sample, done.finish_reason))
+                if data := joined(answer.ended(first + sample, done.finish_reason)):
+                    yield data
         last = list(answer.finish(prompts))
         if answer.bills:
             last[-1] |= bill_field(request, prompts)
@@ -355,20 +360,23 @@ async def _results(requests: Sequence[AsyncRequest]) -> list[Completion]:
     return [await each.result() for each in requests]
 
 
-async def _new_pieces(request: AsyncRequest, first: int) -> AsyncGenerator[list[Piece], None]:
-    """Yield the new pieces of a request's samples whenever there are any.
+def _new_pieces(request: AsyncRequest, first: int) -> Generator[list[Piece], None, None]:
+    """Yield the new pieces of a request's samples until it has ended; none: it must wait for them.
 
     ``first``: number of the choice that is sample 0.
     """
-    seen = [(0, 0)] * len(request.completions)  # characters and log-probabilities
+    completions = request.completions
+    seen = [(0, 0)] * len(completions)  # characters and log-probabilities
     ended = False
     while not ended:
-        _, ended = await request.poll()
+        _, ended = request.handle.poll()
         pieces: list[Piece] = []
-        for sample, done in enumerate(request.completions):
+        for sample, done in enumerate(completions):
             text, tokens = done.text[seen[sample][0] :], done.logprobs[seen[sample][1] :]
-            seen[sample] = len(done.text), len(done.logprobs)
             if text or tokens:
+                seen[sample] = len(done.text), len(done.logprobs)
                 pieces.append((first + sample, text, tokens))
         if pieces:
             yield pieces
+        if not ended:
+            yield []

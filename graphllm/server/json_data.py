@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from starlette.responses import Response
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 SMALLEST_LOGPROB = -9999.0  # what OpenAI's API has for -inf, which JSON cannot express
 
 
@@ -25,8 +26,7 @@ def _refuse(constant: str) -> NoReturn:
 
 def json_bytes(value: Any) -> bytes:
     """Return the JSON text of a value in UTF-8; a lone surrogate becomes a question mark."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace")
+    return _ENCODER.encode(value).encode("utf-8", "replace")
 
 
 def json_response(value: Any) -> Response:

@@ -148,6 +148,9 @@ class NativeAnswer(Answer):
         for _, text, _ in new:
             yield {"index": 0, "content": text, "stop": False}
 
+    def encoded(self, new: Sequence[Piece]) -> bytes:
+        return b"".join(map(self.frame, self.pieces(new)))
+
     def ended(self, index: int, finish: str) -> Iterator[Object]:
         yield from ()
 

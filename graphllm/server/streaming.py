@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import suppress
+from functools import partial
+from types import coroutine
 from typing import Any, Protocol, TypeVar
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from .errors import ApiError, api_error, stopping
 
@@ -55,55 +57,135 @@ async def _disconnect(receive: Receive) -> None:
 class EventStream:
     """A response of server-sent events.
 
-    A client that reads slowly holds up only its own response: `send` waits while the socket's
-    buffer is full. An error in mid-stream is an event with the API's error object, without the
-    API's end of a stream after it. So is the end of a server that cancels its requests.
+    Events are sent by callbacks of the event loop (`wake`), since a task for each stream would cost
+    more to wake than the event costs to send. A client that reads slowly holds up only its own
+    response: `send` waits while the socket's buffer is full, and what comes meanwhile is sent
+    together. An error in mid-stream is an event with the API's error object, without the API's end
+    of a stream after it. So is the end of a server that cancels its requests.
 
     Args:
-        events: yields events as bytes. It is closed at the end, or when the client disconnects.
+        events: yields new events as bytes, or nothing when it has to wait for more. It is closed at
+            the end, or when the client disconnects.
         form: see `EventForm`.
         closed: called when no more will be sent.
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], form: EventForm, closed: Callable[[], None]
+        self, events: Generator[bytes, None, None], form: EventForm, closed: Callable[[], None]
     ) -> None:
         self._events, self._form, self._closed = events, form, closed
+        self._send: Send | None = None  # None before the first event, and after the last one
+        self._finished: asyncio.Future[None] | None = None
+        self._waiting: asyncio.Task[None] | None = None  # sends, as soon as there is room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
         try:
-            await until_disconnect(receive, self._send(send))
+            await until_disconnect(receive, self._run(send))
         except (ClientDisconnected, OSError):
             pass
         except asyncio.CancelledError:
             with suppress(asyncio.TimeoutError, OSError):
-                last = self._body(send, self._error(stopping()), more=False)
+                last = send(_body(self._error(stopping()), more=False))
                 await asyncio.wait_for(last, _LAST_EVENT_S)
         finally:
             self._closed()
 
-    async def _send(self, send: Send) -> None:
+    async def _run(self, send: Send) -> None:
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-store"),
             (b"x-accel-buffering", b"no"),  # nginx would collect the events
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        last = self._form.last
+        self._send, self._finished = send, asyncio.get_running_loop().create_future()
         try:
-            async with aclosing(self._events) as events:
-                async for data in events:
-                    await self._body(send, data)
-        except OSError:
-            raise
+            self.wake()
+            await self._finished
+        finally:
+            self._send = None
+            if self._waiting is not None:
+                self._waiting.cancel()
+            self._events.close()
+
+    def wake(self) -> None:
+        """Send the events that there are. Called in the event loop when there may be new ones."""
+        if self._send is None or self._waiting is not None:
+            return
+        data, more = self._new_events()
+        if not data and more:
+            return
+        try:
+            self._waiting = start(self._send(_body(data, more)))
         except Exception as error:
-            last = self._error(api_error(error))
-        await self._body(send, last, more=False)
+            self._end(error)
+            return
+        if self._waiting is not None:
+            self._waiting.add_done_callback(partial(self._sent, more))
+        elif not more:
+            self._end()
+
+    def _sent(self, more: bool, task: asyncio.Task[None]) -> None:
+        """Go on after a `send` that had to wait; ``more``: it was not the last one."""
+        self._waiting = None
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None or not more:
+            self._end(error)
+        else:
+            self.wake()
+
+    def _end(self, error: BaseException | None = None) -> None:
+        self._send = None
+        if self._finished is None or self._finished.done():
+            return
+        if error is None:
+            self._finished.set_result(None)
+        else:
+            self._finished.set_exception(error)
+
+    def _new_events(self) -> tuple[bytes, bool]:
+        """Return the events that there are, and whether others follow."""
+        data = b""
+        try:
+            for part in self._events:
+                if not part:
+                    return data, True
+                data += part
+            return data + self._form.last, False
+        except Exception as error:
+            return data + self._error(api_error(error)), False
 
     def _error(self, error: ApiError) -> bytes:
         return self._form.frame(self._form.error(error))
 
-    @staticmethod
-    async def _body(send: Send, data: bytes, more: bool = True) -> None:
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+
+def _body(data: bytes, more: bool) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def start(work: Awaitable[None]) -> asyncio.Task[None] | None:
+    """Run ``work`` until it waits; return a task for the rest of it, None if it has ended.
+
+    A task runs nothing before the loop's next iteration (``eager_start`` is new in Python 3.12).
+    """
+    steps = work.__await__()
+    try:
+        awaited = steps.send(None)
+    except StopIteration:
+        return None
+    return asyncio.ensure_future(_rest(steps, awaited))
+
+
+@coroutine
+def _rest(steps: Generator[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+    """Run the rest of ``steps``, which wait for the future ``awaited``."""
+    while True:
+        try:
+            resume = partial(steps.send, (yield awaited))
+        except BaseException as error:  # of the future, or a cancellation
+            resume = partial(steps.throw, error)
+        try:
+            awaited = resume()
+        except StopIteration:
+            return
