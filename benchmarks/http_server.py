@@ -6,8 +6,10 @@
 Each round computes ``-b`` requests at once, each with a prompt of its own of about 32 tokens and
 ``-n`` sampled tokens, first through the engine and then through a server on localhost. Rates are
 tokens per second of all requests, from the first submission to the last token; the ratio is that
-of the same round. TTFT: the median time to the first piece of text, which in the engine is the
-time of the step that ends the prompt.
+of the same round. Column ``decode``: the same ratio of the sums of the streams' own rates after
+their first token. It leaves out the beginning and the end, when the batch is not full, as requests
+come one after another through HTTP. TTFT: the median time to the first piece of text, which in the
+engine is the time of the step that ends the prompt.
 
 The client is this process. It must take no time of the cores that the server needs, so it leaves
 the streams in the buffers of its sockets after their first text, and sleeps until the server
@@ -50,12 +52,22 @@ _WORDS = [
     "city",
     "road",
 ]
+# Complete, since the API of OpenAI has other defaults than `LLM.stream`.
+_SETTINGS = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+    "penalty_last_n": 64,
+    "seed": 1,
+    "ignore_eos": True,
+}
 
 
 class Round(NamedTuple):
     """Figures of one round; see the docstring of the module."""
 
     rate: float
+    decode: float
     ttft_ms: float
     loop_us: float = 0.0
     client_us: float = 0.0
@@ -68,20 +80,25 @@ def prompts(count: int) -> list[str]:
 
 def through_engine(llm: graphllm.LLM, texts: list[str], tokens: int) -> Round:
     """Compute the requests in this process."""
-    start, first = time.perf_counter(), dict[int, float]()
-    settings = {"max_tokens": tokens, "temperature": 0.8, "seed": 1, "ignore_eos": True}
-    for index, _ in llm.stream(texts, **settings):
-        first.setdefault(index, time.perf_counter() - start)
-    rate = len(texts) * tokens / (time.perf_counter() - start)
-    return Round(rate, 1e3 * median(first.values()))
+    start, firsts, ends = time.perf_counter(), dict[int, float](), dict[int, float]()
+    for index, _ in llm.stream(texts, max_tokens=tokens, **_SETTINGS):
+        ends[index] = time.perf_counter() - start
+        firsts.setdefault(index, ends[index])
+    return Round(*rates(firsts, ends, tokens))
+
+
+def rates(
+    firsts: dict[int, float], ends: dict[int, float], tokens: int
+) -> tuple[float, float, float]:
+    """Return the first fields of a `Round`, given the times of the streams' first and last text."""
+    decode = sum((tokens - 1) / max(ends[each] - firsts[each], 1e-9) for each in firsts)
+    ttft = 1e3 * median(firsts.values())
+    return len(firsts) * tokens / max(ends.values()), decode, ttft
 
 
 def post(port: int, text: str, tokens: int) -> socket.socket:
     """Send the request of a stream."""
-    body = json.dumps(
-        {"prompt": text, "max_tokens": tokens, "temperature": 0.8, "seed": 1, "stream": True,
-         "ignore_eos": True}
-    ).encode()  # fmt: skip
+    body = json.dumps({"prompt": text, "max_tokens": tokens, "stream": True, **_SETTINGS}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     found = socket.create_connection(("127.0.0.1", port))
     found.sendall(f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode())
@@ -92,7 +109,7 @@ def post(port: int, text: str, tokens: int) -> socket.socket:
 def through_http(port: int, server: int, texts: list[str], tokens: int) -> Round:
     """Compute the requests in a server; ``server``: its process id."""
     start, cpu, loop = time.perf_counter(), time.process_time(), loop_seconds(server)
-    poll, firsts = select.epoll(), list[float]()
+    poll, firsts, ends = select.epoll(), dict[int, float](), dict[int, float]()
     streams = {each.fileno(): each for each in (post(port, text, tokens) for text in texts)}
     data = dict.fromkeys(streams, b"")
     for number in streams:
@@ -103,12 +120,13 @@ def through_http(port: int, server: int, texts: list[str], tokens: int) -> Round
             if b'"text":' not in data[number]:
                 data[number] += streams[number].recv(1 << 16)
                 if b'"text":' in data[number]:
-                    firsts.append(time.perf_counter() - start)
+                    firsts[number] = time.perf_counter() - start
                     poll.modify(number, select.EPOLLRDHUP)
             elif events & select.EPOLLRDHUP:
+                ends[number] = time.perf_counter() - start
                 running.remove(number)
                 poll.unregister(number)
-    wall, count = time.perf_counter() - start, len(texts) * tokens
+    count = len(texts) * tokens
     spent = time.process_time() - cpu, loop_seconds(server) - loop
     for number, each in streams.items():
         while more := each.recv(1 << 16):
@@ -117,7 +135,8 @@ def through_http(port: int, server: int, texts: list[str], tokens: int) -> Round
         if b"[DONE]" not in data[number]:
             raise SystemExit("error: a stream ended early")
     poll.close()
-    return Round(count / wall, 1e3 * median(firsts), 1e6 * spent[1] / count, 1e6 * spent[0] / count)
+    own = rates(firsts, ends, tokens)
+    return Round(*own, 1e6 * spent[1] / count, 1e6 * spent[0] / count)
 
 
 def loop_seconds(process: int) -> float:
@@ -145,6 +164,11 @@ def server(model: str, sequences: int, threads: int) -> Iterator[tuple[int, int]
             process.terminate()
 
 
+def spread(ratios: list[float]) -> str:
+    """Return the median, and the smallest and the largest value."""
+    return f"{median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", nargs="?", default="demo")
@@ -156,8 +180,8 @@ def main() -> None:
     batches = [int(each) for each in opts.batches.split(",")]
     print(f"{cpu_name()}; {isa()}; {opts.threads} threads, {opts.tokens} tokens each")
     print(
-        "requests | engine tok/s | HTTP tok/s | HTTP / engine      | TTFT ms: engine | HTTP  | "
-        "us/token: loop | client"
+        "requests | engine tok/s | HTTP tok/s | HTTP / engine       | decode              | "
+        "TTFT ms: engine | HTTP  | us/token: loop | client"
     )
     most = max(batches)
     with (
@@ -171,11 +195,12 @@ def main() -> None:
                 own.append(through_engine(llm, texts, opts.tokens))
                 http.append(through_http(port, process, texts, opts.tokens))
             del own[0], http[0]
-            ratios = [b.rate / a.rate for a, b in zip(own, http)]
+            whole = spread([b.rate / a.rate for a, b in zip(own, http)])
+            decode = spread([b.decode / a.decode for a, b in zip(own, http)])
             engine, server_ = (Round(*map(median, zip(*each))) for each in (own, http))
             print(
-                f"{count:8} | {engine.rate:12.1f} | {server_.rate:10.1f} | {median(ratios):.3f} "
-                f"({min(ratios):.3f}-{max(ratios):.3f}) | {engine.ttft_ms:15.1f} | "
+                f"{count:8} | {engine.rate:12.1f} | {server_.rate:10.1f} | {whole} | {decode} | "
+                f"{engine.ttft_ms:15.1f} | "
                 f"{server_.ttft_ms:5.1f} | {server_.loop_us:14.1f} | {server_.client_us:.1f}"
             )
 

@@ -41,7 +41,8 @@ class Recording:
 
         Args:
             path: the file. Only its owner may read a new one.
-            head: what an exact replay needs: ``model`` and ``options``.
+            head: what an exact replay needs: ``model``, ``options``, the ``device`` in use, and
+                ``speculate``.
             warn: called with a line if the recording ends early.
             limit: bytes of the file at most.
 
@@ -169,6 +170,8 @@ class RecordedTraffic:
         version: version of graphllm that wrote its first session.
         model: the model, as the server's command line had it.
         options: options of loading that differ from their defaults.
+        device: the device that was used; empty if the recording does not name it.
+        speculate: ``--speculate`` of the server.
         requests: the requests, in the order of arrival.
         torn: lines that were cut off.
     """
@@ -176,6 +179,8 @@ class RecordedTraffic:
     version: str
     model: str
     options: dict[str, Any]
+    device: str
+    speculate: str
     requests: list[RecordedRequest]
     torn: list[str]
 
@@ -251,10 +256,11 @@ def _add_session(
     model, options, version = (head.get(name) for name in ("model", "options", "graphllm"))
     if not isinstance(model, str) or not isinstance(options, dict) or not isinstance(version, str):
         raise RequestError(f"{where}: the head has no model, options and graphllm")
+    device, speculate = (str(head.get(name, "")) for name in ("device", "speculate"))
     if found is None:
-        return RecordedTraffic(version, model, options, [], [])
-    if (model, options) != (found.model, found.options):
-        raise RequestError(f"{where}: the session has another model, or other options")
+        return RecordedTraffic(version, model, options, device, speculate or "off", [], [])
+    if (model, options, device) != (found.model, found.options, found.device):
+        raise RequestError(f"{where}: the session has another model, device, or other options")
     return found
 
 

@@ -58,11 +58,14 @@ def replay(
         with progress_line("replay") as progress:
             found = module.replay(llm, traffic, 2 * parallel, progress)
         difference, device = found.difference, llm.device
+        if device != (traffic.device or device):
+            changed.append(_changed("device in use", device, traffic.device))
         lines = [] if difference is None else module.logit_lines(llm, difference)
     if difference is not None:
         own_options = {n: v for n, v in options.arguments().items() if n not in _NOT_OF_DIFF}
         own_options["no_fuse"] = options.no_fuse or ()
-        backends = device, _other(device, traffic.options.get("device", "auto"))
+        recorded = traffic.device or traffic.options.get("device", "auto")
+        backends = device, _other(device, recorded)
         lines += module.cause_lines(own, difference, backends, own_options)
         found = replace(found, difference=replace(difference, lines=(*changed, *lines)))
     if as_json:
@@ -90,10 +93,17 @@ def _options(given: LoadOptions, traffic: RecordedTraffic) -> tuple[LoadOptions,
         default = getattr(defaults, each.name)
         was, now = traffic.options.get(each.name, default), getattr(found, each.name)
         if str(was) != str(now):
-            changed.append(f"{each.name} = {now}, recorded with {was}")
-    for line in changed:
-        note(f"note: {line}")
+            changed.append(_changed(each.name, now, was))
+    if traffic.speculate != "off":  # a replay decodes without drafts, which change no token
+        changed.append(_changed("speculate", "off", traffic.speculate))
     return found, changed
+
+
+def _changed(name: str, now: object, was: object) -> str:
+    """Return the line on a difference from the recording, and show it."""
+    line = f"{name} = {now}, recorded with {was}"
+    note(f"note: {line}")
+    return line
 
 
 def recorded_options(options: LoadOptions) -> dict[str, Any]:

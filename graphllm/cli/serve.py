@@ -58,13 +58,16 @@ class ObservationOptions:
         from ..api.recording import Recording
         from .replay import recorded_options
 
-        if not isinstance(llm, LLM) and (self.profile or self.record is not None):
+        if self.record is None and not self.profile:
+            return None
+        if not isinstance(llm, LLM):
             raise RequestError("--record and --profile need a model that generates text")
         if self.record is None:
             return None
         path = Path(model)
         own = str(path.resolve()) if path.exists() else model
-        head = {"model": own, "options": recorded_options(options)}
+        head = {"model": own, "options": recorded_options(options), "device": llm.device,
+                "speculate": options.speculate}  # fmt: skip
         return Recording(self.record, head, lambda line: note(f"warning: {line}"))
 
 

@@ -252,7 +252,7 @@ class Batcher:
             if not chunk.samples:
                 continue
             if isinstance(row, Beam):
-                row.receive(result, index)
+                row.receive(result, sampled.start)
                 groups[row.group] = None
             else:
                 self._deliver(row, result, sampled)

@@ -12,6 +12,7 @@ from .tool_call_parser import Part, Text, ToolCall, overlap
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", START, "<|call|>", "<|return|>")  # of a message
+_END = re.compile("|".join(map(re.escape, _ENDS)))
 _CALLED = re.compile(r"to=functions\.([a-zA-Z0-9_-]+)")
 
 
@@ -33,30 +34,33 @@ class HarmonyParser:
     def __init__(self, names: Collection[str]) -> None:
         self._names = set(names)
         self.calls = 0
-        self._rest = ""  # not parsed yet
+        self._rest, self._at = "", 0  # text, of which the first characters are parsed
         self._kind: str | None = None  # of the message: reasoning, content or call; None: a header
 
     def push(self, text: str, last: bool) -> list[Part]:
         """See `AnswerParser`."""
         self._rest += text
+        self._last_message = self._rest.rfind(MESSAGE)
         self._parts: list[Part] = []
         while self._header(last) if self._kind is None else self._body(last):
             pass
+        self._rest, self._at = self._rest[self._at :], 0
         return self._parts
 
     def _header(self, last: bool) -> bool:
         """Read up to the text of a message; return whether something follows."""
-        at = self._rest.find(MESSAGE)
-        if at < 0:
-            if last and self._rest.startswith((START, CHANNEL)):  # the answer was cut off
-                self._rest = ""
+        rest, at = self._rest, self._at
+        if self._last_message < at:
+            if last and rest.startswith((START, CHANNEL), at):  # the answer was cut off
+                self._at = len(rest)
                 return False
-            is_header = self._rest[:2] in ("", "<", "<|") or self._rest.startswith("assistant")
+            is_header = rest[at : at + 2] in ("", "<", "<|") or rest.startswith("assistant", at)
             if not is_header or last:  # no header: text of a model that does not use the format
                 self._kind = "content"
-                return bool(self._rest)
+                return at < len(rest)
             return False
-        header, self._rest = self._rest[:at], self._rest[at + len(MESSAGE) :]
+        end = rest.find(MESSAGE, at)
+        header, self._at = rest[at:end], end + len(MESSAGE)
         called = _CALLED.search(header)
         if called is not None and called[1] in self._names:
             self._kind = "call"
@@ -67,19 +71,18 @@ class HarmonyParser:
 
     def _body(self, last: bool) -> bool:
         """Read the text of a message; return whether another one follows."""
-        rest = self._rest
-        ends = [(at, mark) for mark in _ENDS if (at := rest.find(mark)) >= 0]
-        at, mark = min(ends, default=(-1, ""))
-        held = 0 if last else max(overlap(rest, each) for each in _ENDS)
-        shown = rest[:at] if at >= 0 else rest[: len(rest) - held]
+        found = _END.search(self._rest, self._at)
+        shown = self._rest[self._at : found.start() if found else None]
+        if found is None and not last:
+            shown = shown[: len(shown) - max(overlap(shown, each) for each in _ENDS)]
         if shown:
             text = Text(shown, reasoning=self._kind == "reasoning")
             call = ToolCall(self.calls, "", shown)
             self._parts.append(call if self._kind == "call" else text)
-        self._rest = rest[len(shown) + len(mark) :]
-        if self._kind == "call" and (at >= 0 or last):
+        self._at = found.end() if found else self._at + len(shown)
+        if self._kind == "call" and (found or last):
             self.calls += 1
-        if at < 0:
+        if found is None:
             return False
         self._kind = None
-        return bool(self._rest)
+        return self._at < len(self._rest)

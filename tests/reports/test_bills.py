@@ -108,6 +108,30 @@ def test_preemption_and_queue_are_named(llm, tmp_path):
         assert sum(row["ns"] for row in bill.rows()) == pytest.approx(bill.wall_ns, rel=1e-3)
 
 
+def test_preemption_with_drafts(tmp_path):
+    """Answers of few different tokens, with drafts, in a pool that is too small for both."""
+    path = tiny.write_tiny(tmp_path / "m.gguf", "llama")
+    one = 128 * tiny.LAYERS * 2 * tiny.KV * tiny.WIDTH * 2
+    few = {"temperature": 0.9, "seed": 3, "max_tokens": 60, "allowed_ids": [7, 9, 11]}
+    prompts = [prompt(i, 60) for i in range(2)]
+    options = {"context": 128, "max_sequences": 2, "device": "cpu"}
+    with graphllm.load(path, **options) as plain:
+        want = [plain.generate(each, **few).ids for each in prompts]
+    with graphllm.load(path, **options, kv_memory=3 * one // 2, speculate="3") as small:
+        handles = [small.submit(each, **few, profile=True) for each in prompts]
+        found = [handle.result() for handle in handles]
+        assert small.engine.scheduler.preempted
+        idle_engine.check(small)
+    assert [done.ids for done in found] == want
+    assert all(done.timings.drafted_tokens > done.timings.accepted_tokens > 0 for done in found)
+    assert found[1].bill.preemption_ns > found[0].bill.preemption_ns == 0
+    for done in found:
+        bill, timings = done.bill, done.timings
+        rejected = timings.drafted_tokens - timings.accepted_tokens
+        assert bill.tokens == 60 + 59 + rejected + bill.recomputed_tokens
+        assert sum(row["ns"] for row in bill.rows()) == pytest.approx(bill.wall_ns, rel=1e-3)
+
+
 def test_requests_without_bills_run_unrecorded(llm):
     """A bill ends with its request, also if that is refused, cancelled or forgotten."""
     with pytest.raises(RequestError, match="context"):

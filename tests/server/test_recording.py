@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -111,6 +112,23 @@ def test_the_op_that_differs_is_named(lines, replayed, monkeypatch):
     assert "no_fuse = ['all'], recorded with None" in text
 
 
+def test_another_device_and_drafts_are_named(lines, replayed):
+    head = json.loads(lines[0]) | {"device": "cuda", "speculate": "auto"}
+    code, found = replayed([json.dumps(head), *lines[1:]])
+    assert code == 0 and found["difference"] is None
+    at = answers(lines)[3]
+    answer = json.loads(lines[at])
+    answer["tokens"][0][2] += 1
+    code, found = replayed([json.dumps(head), *lines[1:at], json.dumps(answer), *lines[at + 1 :]])
+    said = found["difference"]["lines"][:2]
+    assert said == [
+        "speculate = off, recorded with auto",
+        "device in use = cpu, recorded with cuda",
+    ]
+    other = json.dumps(head | {"device": "cpu"})
+    assert "another model, device" in replayed([json.dumps(head), other])[1]
+
+
 def test_torn_and_invalid_lines(lines, replayed):
     """What a killed process leaves is reported; anything else is an error that names the line."""
     torn = lines[-1][: len(lines[-1]) // 2]
@@ -152,6 +170,43 @@ def test_a_recording_is_bounded_and_never_replaces_another(tmp_path, model):
         Recording(file, head, said.append)
     Recording(Path("/dev/full"), head, said.append).request([1], {"seed": 1}, 0)
     assert "--record /dev/full: the recording ends: No space left" in said[-1] and len(said) == 2
+
+
+@pytest.mark.long
+def test_a_killed_server_starts_again_and_its_recording_is_replayed(model, tmp_path, replayed):
+    """Kills while the model is loaded, with an empty cache of kernels, and while answers stream."""
+    file = tmp_path / "killed.jsonl"
+    flags = ["--port", "0", "-c", "128", "--device", "cpu", "--record", str(file)]
+    command = [sys.executable, "-m", "graphllm", "serve", str(model), *flags]
+    env = {**os.environ, "GRAPHLLM_CACHE": str(tmp_path / "cache")}
+
+    def post(process: subprocess.Popen[str], **body: Any) -> Any:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "is served at" in line)
+        data = json.dumps({"prompt": "hello", "ignore_eos": True, **body}).encode()
+        head = {"Content-Type": "application/json"}
+        url = line.split(" at ")[1].strip() + "/completions"
+        return urllib.request.urlopen(urllib.request.Request(url, data, head), timeout=60)
+
+    for seconds in (0.5, 1.0, 1.5, 2.0, 3.0):
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=env) as process:
+            time.sleep(seconds)
+            os.kill(process.pid, signal.SIGKILL)
+    for _ in range(2):
+        with (
+            subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process,
+            post(process, max_tokens=110, n=4, stream=True) as stream,
+        ):
+            assert stream.readline().startswith(b"data: ")
+            os.kill(process.pid, signal.SIGKILL)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
+        post(process, max_tokens=40, n=4, seed=5).read()
+        process.terminate()
+        assert process.wait(30) == 0
+    code, found = replayed(file.read_text().splitlines(), "--parallel", "3")
+    assert code == 0 and found["difference"] is None
+    assert found["requests"] == 1 and found["tokens"] == 4 * 40
+    assert found["skipped"][-1] == "2 of 3 requests: no answer, the server ended first"
 
 
 def test_a_killed_server_leaves_a_recording(model, tmp_path, replayed):

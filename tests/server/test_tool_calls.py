@@ -156,6 +156,15 @@ def test_time_is_linear(form, answer, calls):
     assert count == calls and shown == ("" if calls else answer)
 
 
+@pytest.mark.parametrize("message, parts", [
+    (f"{ADDS}{{}}<|call|>", 2), ("Hm<|end|>", 1), ("<|channel|>analysis<|message|>", 0),
+])  # fmt: skip
+def test_time_of_harmony_is_linear(message, parts):
+    """As `test_time_is_linear`, of the messages of one push."""
+    found = HarmonyParser(NAMES).push(message * COUNT, last=True)
+    assert len(found) == parts * COUNT or not parts
+
+
 def test_arguments_come_as_they_are_written():
     parser = ToolCallParser(HERMES, NAMES)
     assert parser.push('Hm <tool_call>{"name": "add", "arguments": {"a"')[0] == Text("Hm ")
