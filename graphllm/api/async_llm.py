@@ -246,5 +246,5 @@ class _Mailbox:
 
     def _run_calls(self) -> None:
         self._scheduled = False  # before the calls are taken, so that no later one is missed
-        while self._calls:
+        for _ in range(len(self._calls)):  # what comes meanwhile is another callback's
             self._calls.popleft()()

@@ -268,9 +268,11 @@ class Completions:
             raise ApiError(503, text, code="server_overloaded", headers={"retry-after": "1"})
         self._pending += job.choices
         requests: list[AsyncRequest] = []
-        events = self._events(request, job, requests)
-        stream = EventStream(events, job.answer, lambda: self._end(job, requests))
-        arrived = stream.wake if job.stream else None
+        stream = None
+        if job.stream:
+            events = self._events(request, job, requests)
+            stream = EventStream(events, job.answer, lambda: self._end(job, requests))
+        arrived = None if stream is None else stream.wake
         streams = False
         try:
             for prompt in job.prompts:
@@ -279,7 +281,7 @@ class Completions:
                 )
                 requests.append(await own)
                 self._record(request, prompt, settings, requests[-1])
-            if job.stream:
+            if stream is not None:
                 streams = True
                 return stream
             done = await until_disconnect(request.receive, _results(requests))
@@ -294,7 +296,7 @@ class Completions:
             if not streams:
                 self._end(job, requests)
 
-    def _end(self, job: Job, requests: Sequence[AsyncRequest]) -> None:
+    def _end(self, job: Job, requests: list[AsyncRequest]) -> None:
         """End the requests of a job, and count what they computed."""
         self._pending -= job.choices
         for each in requests:
@@ -310,6 +312,7 @@ class Completions:
             if self._recording is not None and each in self._recorded:
                 why = None if failure is None else str(failure)
                 self._recording.answer(self._recorded.pop(each), first.choices, why)
+        requests.clear()  # their listeners refer to the stream, which refers to this list
 
     def _record(
         self, request: Request, prompt: str | list[int], settings: Mapping[str, Any],
