@@ -25,7 +25,7 @@ def body(kind: int) -> dict[str, Any]:
     """One of a few requests, so that texts can be compared."""
     return {
         "prompt": "hello " * (1 + kind % 7),
-        "max_tokens": 4 + 3 * kind,
+        "max_tokens": 4 + 8 * kind,
         "seed": kind,
         "temperature": 1.1,
         "ignore_eos": True,
