@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 from typing import Any
@@ -105,5 +106,6 @@ def test_requests_survive_their_neighbours(tmp_path):
         for _ in range(ROUNDS):
             survived = asyncio.run(all_requests(server.port, rng, want))
             assert survived > REQUESTS // 3
+            gc.collect()
             idle_engine.check(llm)
         server.stop()
