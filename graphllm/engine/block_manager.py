@@ -148,7 +148,7 @@ class BlockManager(BlockPools):
             ``blocks.copies`` before another step is launched.
         """
         full, part = divmod(source.computed, self.block)
-        if not (self._alike(blocks, source) and len(source._keys) == full + 1):
+        if not (blocks.alike(source) and len(source._keys) == full + 1):
             return False
         pairs = [*zip(self._pools, blocks.tables.values(), source.tables.values(), blocks._first)]
         for pool, own, _, _ in pairs:  # those that are not shared stay
@@ -157,7 +157,10 @@ class BlockManager(BlockPools):
                 return False
         for pool, own, other, first in pairs:
             unequal = (first + np.flatnonzero(own[first:full] != other[first:full])).tolist()
-            for j in reversed(unequal):  # as in `release`
+            for j in range(unequal[-1] if unequal else first - 1, first - 1, -1):  # as in `release`
+                if own[j] == other[j]:
+                    self._touch_equal(pool, blocks, own, j)
+                    continue
                 self._drop(pool, blocks, own, j)
                 own[j] = other[j]
                 pool.hold(int(own[j]))
@@ -172,15 +175,13 @@ class BlockManager(BlockPools):
         return True
 
     @staticmethod
-    def _alike(a: SequenceBlocks, b: SequenceBlocks) -> bool:
-        """Whether both hold as many blocks, all of them computed or reserved."""
-        same = (a.computed, a._used, a._first, a._prefix) == (
-            b.computed,
-            b._used,
-            b._first,
-            b._prefix,
-        )
-        return same and not (a._taken or b._taken or a._expected[len(a._keys) - 1 :])
+    def _touch_equal(pool: BlockPool, blocks: SequenceBlocks, table: np.ndarray, j: int) -> None:
+        """Count the indexed block that equals a sequence's full block ``j`` as used now.
+
+        So it is evicted after those that continue it.
+        """
+        if pool.entries[table[j]] is None and j + 1 < len(blocks._keys):
+            pool.touch(pool.find(blocks._keys[j + 1]))
 
     def _sources(self, blocks: SequenceBlocks, length: int) -> list[list[int]] | None:
         """Return by group the full blocks that a fork of this length shares.

@@ -54,3 +54,11 @@ class SequenceBlocks:
     def complete(self) -> bool:
         """Whether they include the last block that a sequence of any length has."""
         return all(self._used >= len(table) for table in self.tables.values())
+
+    def alike(self, other: SequenceBlocks) -> bool:
+        """Whether both hold as many blocks, all of them computed or reserved."""
+        mine, others = (
+            (each.computed, each._used, each._first, each._prefix) for each in (self, other)
+        )
+        pending = self._taken or other._taken or self._expected[len(self._keys) - 1 :]
+        return mine == others and not pending

@@ -41,7 +41,8 @@ def sample(tokens: int, shape: tuple[int, int], kind: str, x: str = "f32", bias:
 
 def x_of(kind: str) -> str:
     """The activations that a quantised weight is multiplied with."""
-    return activation_of(dtype(kind)).name
+    found = activation_of(dtype(kind))
+    return found.name if found else "f32"
 
 
 def samples_of(kind: str, **more):

@@ -60,6 +60,15 @@ def test_random_requests_get_what_they_get_alone(path, backends, monkeypatch):
     assert set(engine.manager.held.values()) == {0}
 
 
+@pytest.mark.parametrize("seed", [20, 22])
+def test_many_beams_keep_blocks_that_others_continue(path, seed):
+    """Beams take over sequences that hold private copies of blocks that are cached, too."""
+    rng = random.Random(seed)
+    engine = windowed_model.make_engine(path, sequences=40, tokens=64)
+    run_at_random(engine, requests(rng, 120, processors=True), rng)  # checks the pools
+    assert set(engine.manager.held.values()) == {0}
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("tokens", [16, 24])
 def test_threads_and_the_size_of_steps_do_not_change_answers(path, threads, tokens):
