@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from ..model.batch import CacheSpec
-from .block_pool import TOKEN_BYTES, BlockPool, CachedBlock
-from .block_pools import BlockPools
+from .block_pool import TOKEN_BYTES, BlockPool, BlockPools
 from .prefix_lookup import chain, int32_bytes, longest_prefix, root_key
-from .sequence_blocks import BlockCopy, SequenceBlocks
+from .sequence_blocks import BlockCopy, CachedBlock, SequenceBlocks
 
 
 class BlockManager(BlockPools):

@@ -1,4 +1,4 @@
-"""The KV cache blocks that one sequence holds."""
+"""The KV cache blocks that one sequence holds, and their content."""
 
 from __future__ import annotations
 
@@ -7,7 +7,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .block_pool import CachedBlock
+
+class CachedBlock(NamedTuple):
+    """Content of a block that a later sequence may use.
+
+    Attributes:
+        key: digest of the sequence up to the end of the block; None for a partial block.
+        parent: digest of the sequence up to the start of the block.
+        tokens: the tokens in the block, as int32 bytes.
+        position: index of the block in its sequence.
+    """
+
+    key: bytes | None
+    parent: bytes
+    tokens: bytes
+    position: int
 
 
 class BlockCopy(NamedTuple):

@@ -193,7 +193,7 @@ def test_a_template_in_the_file(tmp_path, monkeypatch):
         (["chat", "MODEL", *CHAT], b"/save /no/where\n", "/no/where: No such file"),
         (["chat", "MODEL", *CHAT], b"ab\xff\n", "standard input is not valid UTF-8"),
         (["run", "MODEL", "-p", b"ab\xff"], b"", "-p: character 2 is not valid UTF-8"),
-        (["run", "MODEL", "-p", "x", "--repeat-penalty", "0"], b"", "must be above 0"),
+        (["run", "MODEL", "-p", "x", "--repeat-penalty", "0"], b"", "must be in [0.01, 100]"),
         (["run", "MODEL", "-p", "x", "--stop", ""], b"", "must be non-empty strings"),
     ],
 )

@@ -24,7 +24,7 @@ from graphllm.backends.cpu.runtime.host_memory import allocate
 from graphllm.backends.cpu.runtime.isa import ISA
 from graphllm.backends.cpu.runtime.roofline_probes import Run
 from graphllm.backends.cpu.simd.emitter import Emitter
-from graphllm.formats import ROW_FORMATS
+from graphllm.formats import BLOCK_FORMATS
 
 NBYTES, CHUNK = 3 << 18, 256 << 10
 
@@ -99,7 +99,8 @@ def test_no_kernel_computes_more_per_instruction_than_the_probe(name):
         best[kind] = per_instruction(loop)
         assert not [line for line in loop if "rsp" in line or re.match(r"v?mov.*, \S*\(", line)]
     assert best["f32"] == features.lanes
-    for form in (each for each in FORMATS.values() if each.name not in ROW_FORMATS):
+    integers = {name for name, form in BLOCK_FORMATS.items() if form.integers}
+    for form in (each for each in FORMATS.values() if each.block == 1 or each.name in integers):
         floats = form.block == 1
         for in_place in {0, int(form.in_place_tokens(features) > 0)}:
             tile = partial(_tile, None if floats else form.code, in_place, shape)

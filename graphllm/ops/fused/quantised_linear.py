@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...formats.legacy import Q8_0
 from ...graph.dtype import F16
 from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Users, get, grid
 from ...graph.tensor import Tensor
+from ..linear import COMMON_32
 from .norm import LAYOUTS, TOL, act_arg, is_op, matrix_arg, weight_arg
 
 ACTIVATIONS = ("silu", "gelu")  # of gated units
@@ -138,7 +138,7 @@ def _propose_linear_quantise(node: Tensor, users: Users) -> Proposal | None:
             heads=(0, 3),
         ),
         Sample(
-            (act_arg(256, F16), matrix_arg(45, 256, Q8_0), weight_arg(45)),
+            (act_arg(256, F16), matrix_arg(45, 256, COMMON_32[0]), weight_arg(45)),
             {"act": "gelu", "kind": "erf", "heads": 0, "dtype": "f16"},
             {"T": 300},
         ),
