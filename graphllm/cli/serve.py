@@ -66,8 +66,9 @@ class ObservationOptions:
             return None
         path = Path(model)
         own = str(path.resolve()) if path.exists() else model
+        speculate = "auto" if options.draft and options.speculate == "off" else options.speculate
         head = {"model": own, "options": recorded_options(options), "device": llm.device,
-                "speculate": options.speculate}  # fmt: skip
+                "speculate": speculate}  # fmt: skip
         return Recording(self.record, head, lambda line: note(f"warning: {line}"))
 
 

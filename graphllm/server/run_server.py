@@ -120,6 +120,7 @@ class Server(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
+            http="h11",  # httptools, which uvicorn prefers, does not bound the size of headers
             access_log=False,
             lifespan="off",
             log_config=None,
