@@ -225,7 +225,7 @@ def _drafts(done: Completion) -> str:
 def _memory() -> str:
     """Return the peak of this process's memory, if it is known."""
     nbytes = peak_bytes()
-    return f", {nbytes / 1e6:.0f} MB at most" if nbytes else ""
+    return f", peak memory {nbytes / 1e6:.0f} MB" if nbytes else ""
 
 
 def _print_notes(llm: LLM, done: Completion, seed: int | None) -> None:
