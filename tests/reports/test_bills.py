@@ -85,7 +85,7 @@ def test_bills_of_a_batch_share_the_time_of_its_steps(llm):
 def test_samples_and_beams_are_on_one_bill(llm):
     llm.engine.clear_cache()
     one = llm.generate(prompt(9, 30), max_tokens=6, n=3, **ASK)
-    assert one.bill.tokens >= 30 + 3 * 5 and one.bill.others_ns == pytest.approx(0)
+    assert one.bill.tokens >= 30 + 3 * 5 and one.bill.others_ns == pytest.approx(0, abs=1e-3)
     assert [each.bill for each in one.alternatives] == [None, None]
     beams = llm.generate(prompt(8, 30), max_tokens=6, beams=3, profile=True)
     assert beams.bill.tokens >= 30 and own_ns(beams.bill) > 0
