@@ -54,7 +54,7 @@ def test_rows_sum_to_the_wall_time_alone(llm):
     assert sum(row["ns"] for row in rows) == pytest.approx(bill.wall_ns, abs=len(rows))
     assert 0.5 * around < bill.wall_ns <= around  # nothing is counted twice
     assert (bill.tokens, bill.steps) == (50 + 11, 12)
-    assert bill.others_ns == pytest.approx(0) and bill.preemption_ns == bill.http_ns == 0
+    assert bill.others_ns == pytest.approx(0, abs=1e-3) and bill.preemption_ns == bill.http_ns == 0
     assert all(value >= 0 for value in bill.times.values())
     assert done.as_dict()["bill"]["rows"] == rows and "wall" in bill.table()
     assert llm.generate(prompt(0, 50), max_tokens=2).bill is None
