@@ -9,10 +9,11 @@ import json
 from typing import Any
 
 import pytest
+from parsed_calls import parsed
 
 from graphllm.server.chat_text import ToolUse, chat_messages
 from graphllm.server.tagged_call_parser import TaggedCallParser
-from graphllm.server.tool_call_parser import Text, ToolCallParser
+from graphllm.server.tool_call_parser import ToolCallParser
 from graphllm.server.tool_formats import (
     DEEPSEEK_R1,
     DEEPSEEK_V31,
@@ -64,15 +65,7 @@ def parse(form: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str
     """Text, calls as (name, JSON text), and the number of complete calls."""
     tagged = isinstance(form, TaggedFormat)
     parser = TaggedCallParser(form, TOOLS) if tagged else ToolCallParser(form, ["add", "get_time"])
-    shown, calls = "", dict[int, list[str]]()
-    for part in [p for parts in [*map(parser.push, pieces), parser.finish()] for p in parts]:
-        if isinstance(part, Text):
-            shown += part.text
-        else:
-            own = calls.setdefault(part.index, [part.name, ""])
-            assert part.name in ("", own[0])
-            own[1] += part.arguments
-    return shown, [(name, text) for name, text in calls.values()], parser.calls
+    return parsed(parser, pieces)
 
 
 @pytest.mark.parametrize("form, answer, shown, calls", [

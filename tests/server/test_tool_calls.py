@@ -6,11 +6,12 @@ import json
 import random
 
 import pytest
+from parsed_calls import joined, parsed
 
 from graphllm.server.chat_text import chat_messages
 from graphllm.server.harmony import HarmonyParser
 from graphllm.server.reasoning import ReasoningParser
-from graphllm.server.tool_call_parser import Part, Text, ToolCallParser
+from graphllm.server.tool_call_parser import Text, ToolCallParser
 from graphllm.server.tool_formats import (
     HERMES,
     LLAMA3,
@@ -30,22 +31,9 @@ COUNT = 100_000
 TURNED = '{"arguments": {"a": 2}, "name": "add"}'
 
 
-def joined(pieces: list[list[Part]]) -> list[Part]:
-    return [part for parts in pieces for part in parts]
-
-
 def parse(form: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str]], int]:
     """Text, calls as (name, JSON text), and the number of complete calls."""
-    parser = ToolCallParser(form, NAMES)
-    shown, calls = "", dict[int, list[str]]()
-    for part in joined([*map(parser.push, pieces), parser.finish()]):
-        if isinstance(part, Text):
-            shown += part.text
-        else:
-            own = calls.setdefault(part.index, [part.name, ""])
-            assert part.name in ("", own[0])
-            own[1] += part.arguments
-    return shown, [(name, text) for name, text in calls.values()], parser.calls
+    return parsed(ToolCallParser(form, NAMES), pieces)
 
 
 @pytest.mark.parametrize("form, answer, shown, calls", [
