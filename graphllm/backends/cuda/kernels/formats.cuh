@@ -188,6 +188,20 @@ struct By32 {
     __device__ static __forceinline__ int at(int j, int p) { return 32 * j + 16 * p; }
 };
 
+// Four bits of each element and a float16 of the block, in a plane each.
+struct NibblesBy32 : By32 {
+    uint4 q;
+    u16 d;
+    static constexpr int STEPS[3] = {64, 0, 0};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
+        return {w.a + 16 * i, w.b + 2 * i};
+    }
+    __device__ __forceinline__ void load(const Planes& p) {
+        q = stream16(p.a);
+        d = constant<u16>(p.b);
+    }
+};
+
 struct By256 {
     static constexpr int BLOCK = 256, PARTS = 2, ITEM = 32;
     typedef Unpacked<2> Values;

@@ -5,19 +5,9 @@ __device__ __forceinline__ uint4 iq4_values() {
     return make_uint4(0xbfad9881, 0xf6eaddcf, 0x26190d01, 0x71594535);
 }
 
-struct IQ4_NL : By32 {
+struct IQ4_NL : NibblesBy32 {
     static constexpr int ZERO_POINT = 0;
     static constexpr bool OFFSET = false;
-    uint4 q;
-    u16 d;
-    static constexpr int STEPS[3] = {64, 0, 0};
-    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
-        return {w.a + 16 * i, w.b + 2 * i};
-    }
-    __device__ __forceinline__ void load(const Planes& p) {
-        q = stream16(p.a);
-        d = constant<u16>(p.b);
-    }
     __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
         looked_up(q, iq4_values(), u.v);
         u.scale[0] = u.scale[1] = from_f16(d);
@@ -64,18 +54,8 @@ __device__ __forceinline__ void nf4_halves(u32 bits, u32 (&v)[2][2]) {
     }
 }
 
-struct NF4 : By32 {
+struct NF4 : NibblesBy32 {
     typedef Floats<32> Values;
-    uint4 q;
-    u16 d;
-    static constexpr int STEPS[3] = {64, 0, 0};
-    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
-        return {w.a + 16 * i, w.b + 2 * i};
-    }
-    __device__ __forceinline__ void load(const Planes& p) {
-        q = stream16(p.a);
-        d = constant<u16>(p.b);
-    }
     __device__ __forceinline__ void unpack(int j, Values& u) const {
         const float scale = from_f16(d);
 #pragma unroll

@@ -25,19 +25,9 @@ struct Q8_0 {
     }
 };
 
-template <int ZERO> struct Nibbles : By32 {  // scale * (nibble - ZERO)
+template <int ZERO> struct Nibbles : NibblesBy32 {  // scale * (nibble - ZERO)
     static constexpr int ZERO_POINT = ZERO;
     static constexpr bool INTEGER_PRODUCT = true;
-    uint4 q;
-    u16 d;
-    static constexpr int STEPS[3] = {64, 0, 0};
-    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
-        return {w.a + 16 * i, w.b + 2 * i};
-    }
-    __device__ __forceinline__ void load(const Planes& p) {
-        q = stream16(p.a);
-        d = constant<u16>(p.b);
-    }
     __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
         nibbles(q, u.v);
         u.scale[0] = u.scale[1] = from_f16(d);
