@@ -1,4 +1,4 @@
-"""Attention over the paged cache, and over the packed rows of a step themselves.
+"""Attention over the paged cache.
 
 A tile has up to ROWS rows: the query heads that share a kv head, of as many consecutive tokens as
 fit. It goes through the keys in splits that begin at multiples of SPLIT_KEYS of the sequence. Each
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from .... import ops
-from ....graph.dtype import F32
 from ....graph.tensor import Tensor
 from ... import Options
 from .. import BACKEND
@@ -36,12 +34,13 @@ from .attention_arguments import (  # fmt: skip
 )
 from .attention_tile import (  # fmt: skip
     MINUS_INF,
-    count_tiles,
     finish_row,
     locate_tile,
     make_tile,
     merge,
+    most_splits,
     shape_of_tile,
+    tile_count,
     visible_keys,
 )
 from .attention_vectors import BLOCK_ROWS, SPLIT_KEYS, merge_rows
@@ -61,7 +60,8 @@ def _attend(k: str, v: str, height: int) -> Kernel:
         local = a.scratch + thread * a.thread_scratch
         _, subgroups, per = shape_of_tile(p)
         groups, enough = a.kv_heads * subgroups, _ITEMS_PER_THREAD * threads
-        count, splits = count_tiles(p, per)
+        sequences, splits = load_i64(a.starts) - 1, most_splits(p)
+        count = tile_count(a.q_start, sequences, per)
         if load_i64(a.tokens) <= a.max_split_tokens:
             # If there are enough work items, one item handles all heads of a split in order, which
             # reads memory sequentially.
@@ -75,7 +75,7 @@ def _attend(k: str, v: str, height: int) -> Kernel:
         else:
             while per > 1 and count * groups < enough:
                 per = (per + 1) // 2
-                count, splits = count_tiles(p, per)
+                count = tile_count(a.q_start, sequences, per)
             item = next_chunk(p)
             while item < count * groups:
                 # The last tiles of a prompt see the most keys, so they start first.
@@ -98,7 +98,7 @@ def _merge_splits(p, thread, threads):
     old, new = f32s(local + OLD_FACTOR), f32s(local + NEW_FACTOR)
     first, last = thread_range(tokens * a.heads, thread, threads)
     for line in range(first, last):
-        s, token, _ = locate_tile(p, line // a.heads, int64(1))
+        s, token, _ = locate_tile(a.q_start, load_i64(a.starts) - 1, line // a.heads, int64(1))
         if s < 0:
             continue
         low, high, _ = visible_keys(p, s, token)
@@ -132,11 +132,6 @@ def _table_splits(node: Tensor) -> int:
     return -(-int(node.src[5].meta.shape[1]) * node.attrs["block"] // SPLIT_KEYS)  # type: ignore[union-attr,arg-type]
 
 
-def _row_splits(node: Tensor) -> int:
-    """Most splits of a sequence whose keys are rows of the step."""
-    return -(-int(node.sources[0].meta.bound().shape[0]) // SPLIT_KEYS)  # type: ignore[arg-type]
-
-
 def _sizes(node: Tensor) -> tuple[int, int, int, int]:
     """Return heads, depth of a query, kv heads and width of a value."""
     q, _, v = node.sources[:3]
@@ -145,16 +140,9 @@ def _sizes(node: Tensor) -> tuple[int, int, int, int]:
 
 def scratch(node: Tensor, options: Options) -> int:
     """Bytes of the scratch of all threads, and of the results of splits."""
-    return _scratch_bytes(node, options, _table_splits(node))
-
-
-def _packed_scratch(node: Tensor, options: Options) -> int:
-    return _scratch_bytes(node, options, _row_splits(node))
-
-
-def _scratch_bytes(node: Tensor, options: Options, splits: int) -> int:
     heads, depth, kv_heads, width = _sizes(node)
-    parts = _max_split_tokens(heads, kv_heads) * heads * splits * (padded(width) + 16) * 4
+    splits = _max_split_tokens(heads, kv_heads) * heads * _table_splits(node)
+    parts = splits * (padded(width) + 16) * 4
     return thread_count(options) * thread_scratch_bytes(depth, width) + parts
 
 
@@ -166,18 +154,6 @@ def attention(ctx: KernelContext) -> list[Launch]:
     return launches(ctx, ctx.out.address, ctx.scratch)
 
 
-def _upcast(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
-    """Queries, keys and values in float32."""
-    rows, rest = node.sources[:3], node.src[3:]
-    return (*(x if x.dtype == F32 else ops.cast(x, dtype=F32.name) for x in rows), *rest)
-
-
-@BACKEND.kernel("packed_attention", layout=LAYOUT, scratch=_packed_scratch, lower=_upcast)
-def packed_attention(ctx: KernelContext) -> list[Launch]:
-    block = _arguments(ctx, ctx.out.address, ctx.scratch, _row_splits(ctx.node))
-    return _launch(ctx, block._replace(reach=ctx.attrs["window"]))
-
-
 def launches(ctx: KernelContext, out: int, scratch: int) -> list[Launch]:
     """Launch attention over the operands of the step.
 
@@ -186,29 +162,11 @@ def launches(ctx: KernelContext, out: int, scratch: int) -> list[Launch]:
         out: address of the result, f32 [T, H, D].
         scratch: address of the workspace.
     """
-    block = _arguments(ctx, out, scratch, _table_splits(ctx.node))._replace(
-        kv_len=ctx.kv_len.address,
-        table=ctx.table.address,
-        table_width=ctx.table.meta.shape[1],
-        sinks=ctx.address("sinks"),
-        slopes=ctx.address("slopes"),
-        prefix_len=ctx.address("prefix_len"),
-        skip_prefix=int(ctx.attrs["skip_prefix"]),
-        softcap=ctx.attrs["softcap"],
-        block=ctx.attrs["block"],
-        causal=int(ctx.attrs["causal"]),
-        window=ctx.attrs["window"],
-    )
-    return _launch(ctx, block)
-
-
-def _arguments(ctx: KernelContext, out: int, scratch: int, splits: int) -> AttentionArgs:
-    """Arguments of attention without a cache; ``splits``: most splits of a sequence."""
     heads, depth, kv_heads, width = _sizes(ctx.node)
     q, k, v = ctx.q, ctx.k, ctx.v
     thread_scratch = thread_scratch_bytes(depth, width)
     bias = ctx.op("position_bias")
-    return AttentionArgs(
+    block = AttentionArgs(
         q=q.address,
         q_stride=q.row_stride,
         k=k.address,
@@ -232,13 +190,20 @@ def _arguments(ctx: KernelContext, out: int, scratch: int, splits: int) -> Atten
         thread_scratch=thread_scratch,
         partials=scratch + ctx.threads * thread_scratch,
         max_split_tokens=_max_split_tokens(heads, kv_heads),
-        splits=splits,
+        splits=_table_splits(ctx.node),
+        kv_len=ctx.kv_len.address,
+        table=ctx.table.address,
+        table_width=ctx.table.meta.shape[1],
+        block=ctx.attrs["block"],
+        causal=int(ctx.attrs["causal"]),
+        window=ctx.attrs["window"],
+        softcap=ctx.attrs["softcap"],
+        sinks=ctx.address("sinks"),
+        slopes=ctx.address("slopes"),
+        prefix_len=ctx.address("prefix_len"),
+        skip_prefix=int(ctx.attrs["skip_prefix"]),
         position_bias=ctx.address("position_bias"),
         bias_reach=0 if bias is None else bias.meta.inner[0] // 2,
     )
-
-
-def _launch(ctx: KernelContext, block: AttentionArgs) -> list[Launch]:
-    heads, _, kv_heads, _ = _sizes(ctx.node)
-    attend = _attend(ctx.k.dtype.name, ctx.v.dtype.name, _block_rows(heads // kv_heads))
+    attend = _attend(k.dtype.name, v.dtype.name, _block_rows(heads // kv_heads))
     return [Launch(attend, block), Launch(_merge_splits, block)]

@@ -38,21 +38,19 @@ class AttentionArgs(NamedTuple):
     partials: int  # results of splits; see `partial_address`
     max_split_tokens: int  # steps of more tokens do not store results of splits
     splits: int  # most splits of a sequence
-    # By default there is no cache: the keys of a sequence are the rows of its queries.
-    kv_len: int = 0
-    table: int = 0
-    table_width: int = 0
-    block: int = 1 << 62  # cache slots per block
+    kv_len: int
+    table: int
+    table_width: int
+    block: int  # cache slots per block
+    causal: int
+    window: int  # of keys up to the query's own; 0: none
+    softcap: float  # 0: none
     sinks: int = 0  # 0: none
     slopes: int = 0  # 0: none
     prefix_len: int = 0  # 0: none
     skip_prefix: int = 0
     position_bias: int = 0  # 0: none
     bias_reach: int = 0  # largest distance that it tells from larger ones
-    softcap: float = 0.0  # 0: none
-    causal: int = 0
-    window: int = 0  # of keys up to the query's own; 0: none
-    reach: int = 0  # largest distance of a key on either side; 0: any
 
 
 read_attention = argument_reader(AttentionArgs)

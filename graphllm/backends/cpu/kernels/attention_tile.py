@@ -34,9 +34,8 @@ from .attention_arguments import (  # fmt: skip
     totals_address,
     unpacked_address,
 )
-from .attention_vectors import PREFETCH_KEYS, S_ROW, SPLIT_KEYS, TILE_KEYS
+from .attention_vectors import PREFETCH_KEYS, S_ROW, SPLIT_KEYS, TILE_KEYS, softmax_row
 from .pool_elements import READERS
-from .softmax_vectors import softmax_row
 
 MINUS_INF, _ONE_BITS = np.float32(float("-inf")), f32_bits(1.0)
 _UNPACK_BLOCKS = 3  # tiles of at least 3 blocks of rows unpack keys and values once for all rows
@@ -70,13 +69,12 @@ def _split_addresses(p, local, s, g, first, last):
     a = read_attention(p)
     k, v, row_k, row_v, block = a.k, a.v, a.k_stride, a.v_stride, a.block
     table = i32s(a.table + s * a.table_width * 4)
-    own = int64(i32s(a.q_start)[s])  # the first row of a sequence without a block table
     start = first // SPLIT_KEYS * SPLIT_KEYS
     keys, rows = i64s(local + KEYS), i64s(local + VALUES)
     head_k, head_v = a.k_head_stride * g, a.v_head_stride * g
     j = first
     while j < last:
-        slot = own + j if a.table == 0 else int64(table[j // block]) * block + j % block
+        slot = int64(table[j // block]) * block + j % block
         end = min(last, (j // block + 1) * block)
         for i in range(j, end):
             keys[i - start] = k + head_k + (slot + i - j) * row_k
@@ -142,33 +140,31 @@ def _softmax_scores(p, local, rows, head, heads, start, first, last):
 
 
 @helper
-def _key_count(p, s):
-    """Keys of sequence s: its tokens in the cache, or those of the step if there is no cache."""
-    a = read_attention(p)
-    start = i32s(a.q_start)
-    return int64(i32s(a.kv_len)[s] if a.kv_len != 0 else start[s + 1] - start[s])
-
-
-@helper
-def count_tiles(p, per):
-    """Count tiles of ``per`` tokens in all sequences, and the most splits that a sequence sees."""
-    a = read_attention(p)
-    start = i32s(a.q_start)
-    count, most = int64(0), int64(0)
-    for s in range(load_i64(a.starts) - 1):
+def tile_count(q_start, sequences, per):
+    """Number of tiles of ``per`` tokens in all sequences."""
+    start, count = i32s(q_start), int64(0)
+    for s in range(sequences):
         count += (start[s + 1] - start[s] + per - 1) // per
-        low, _, _ = visible_keys(p, s, int64(start[s]))
-        splits = (_key_count(p, s) + SPLIT_KEYS - 1) // SPLIT_KEYS
-        most = max(most, splits - low // SPLIT_KEYS)
-    return count, most
+    return count
 
 
 @helper
-def locate_tile(p, tile, per):
-    """Return the sequence of a tile and its range of tokens, or (-1, 0, 0) if there is none."""
+def most_splits(p):
+    """Most splits that a sequence sees."""
     a = read_attention(p)
-    start = i32s(a.q_start)
+    most = int64(0)
     for s in range(load_i64(a.starts) - 1):
+        low, _, _ = visible_keys(p, s, int64(i32s(a.q_start)[s]))
+        splits = (i32s(a.kv_len)[s] + SPLIT_KEYS - 1) // SPLIT_KEYS
+        most = max(most, splits - low // SPLIT_KEYS)
+    return most
+
+
+@helper
+def locate_tile(q_start, sequences, tile, per):
+    """Return the sequence of a tile and its range of tokens, or (-1, 0, 0) if there is none."""
+    start = i32s(q_start)
+    for s in range(sequences):
         count = (start[s + 1] - start[s] + per - 1) // per
         if tile < count:
             first = start[s] + tile * per
@@ -181,7 +177,7 @@ def locate_tile(p, tile, per):
 def visible_keys(p, s, token):
     """Return the range of keys that a token of sequence s sees, and the token's position."""
     a = read_attention(p)
-    length = _key_count(p, s)
+    length = int64(i32s(a.kv_len)[s])
     at = length - (int64(i32s(a.q_start)[s + 1]) - token)
     low, high = int64(0), length
     if a.causal != 0:
@@ -189,8 +185,6 @@ def visible_keys(p, s, token):
         high = min(length, prefix if at < prefix else at + 1)
     if a.window > 0:
         low = max(low, at - a.window + 1)
-    if a.reach > 0:
-        low, high = max(low, at - a.reach), min(high, at + a.reach + 1)
     if a.skip_prefix != 0:
         low = max(low, int64(i32s(a.prefix_len)[s]))
     return low, high, at
@@ -309,7 +303,8 @@ def make_tile(k: str, v: str, height: int) -> Any:
         """Compute a tile of ``per`` tokens over all splits, or over split ``only`` if not -1."""
         a = read_attention(p)
         shared, subgroups, _ = shape_of_tile(p)
-        s, first, last = locate_tile(p, unit // (a.kv_heads * subgroups), per)
+        sequences, which = load_i64(a.starts) - 1, unit // (a.kv_heads * subgroups)
+        s, first, last = locate_tile(a.q_start, sequences, which, per)
         g, sub = unit % (a.kv_heads * subgroups) // subgroups, unit % subgroups
         head, heads = g * shared + sub * ROWS, min(shared - sub * ROWS, int64(ROWS))
         rows = (last - first) * heads
