@@ -17,8 +17,8 @@ from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import i32s, kernel, load_i64
 from . import attention, quantize_rows
 from .elementwise import thread_range
-from .fused_linear import normalize, rms_norm_factor
 from .kv_cache import store
+from .norm import normalize, rms_norm_factor
 from .quantize import QuantiseArgs, quantise_kernel
 from .rope import cos_sin_table, inverse_frequencies_address, pair_step, rotary_dims, rotate_head
 

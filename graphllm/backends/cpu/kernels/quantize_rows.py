@@ -1,5 +1,6 @@
 """Quantisation of rows to planes of int8 or e4m3: activations, and weights in row formats. Also
-registers the kernels of `quantize`, which write blocks.
+registers the kernels of `quantize`, which write blocks, and has what kernels use that quantise the
+rows that they compute.
 
 Bit for bit as `graphllm.formats.activations`. A thread takes whole rows, because the scale of a row
 is known only when all of it has been read.
@@ -7,27 +8,28 @@ is known only when all of it has been read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 from ....formats import ROW_FORMATS
-from ....formats.activations import A8_ROW, E4M3, F8_128, F8_ROW, LAYOUTS
-from ....graph.dtype import DTYPES, DType
+from ....formats.activations import A8_ROW, ACTIVATIONS, E4M3, F8_128, F8_ROW, LAYOUTS
+from ....graph.dtype import DTYPES, F32, DType
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from .. import BACKEND
 from ..formats import FORMATS
 from ..formats.encoder import BlockEncoder
 from ..runtime.argument_block import argument_reader
-from ..runtime.device import KernelContext, Launch
-from ..runtime.jit import Kernel, i32s, kernel, load_i64, set_status
+from ..runtime.device import KernelContext, Launch, OperandRef
+from ..runtime.jit import Kernel, f32s, helper, i32s, kernel, load_i64, set_status
 from ..runtime.lazy_numba import intrinsic, types
 from ..runtime.thread_pool import STATUS_VALUE
 from ..simd.emitter import F32S, I8S, I32, I64, LANES, Value
 from . import quantize
 from .elementwise import thread_range
-from .quantize import INF_BITS, LOADS, scale_factors
+from .quantize import INF_BITS, LOADS, quantise_block, scale_factors
 
 BY_ROWS = (A8_ROW, F8_ROW, F8_128)  # activations that these kernels write
 _LEAST_NORMAL = 0x3C800000  # bits of 2^-6, the least normal number of e4m3
@@ -164,6 +166,94 @@ def launch(
     *inner, k = x.inner
     block = RowsArgs(at, stride, y, y_stride, rows, prod(inner), k, target.row_nbytes(k))
     return Launch(_rows_kernel(x.dtype.name, target.name), block, overlaps_previous)
+
+
+# ------------------------------------------------------------- rows as results of other kernels
+
+COLUMNS = 256  # columns that are computed at a time: whole blocks of activations
+ROW_BYTES = 4 * COLUMNS
+
+
+class Target(NamedTuple):
+    """Where result rows are written, and whether they are quantised. A kernel has two of them."""
+
+    address: int  # 0: this target is not used
+    stride: int
+    block: int  # block of the quantised activations, 0: rows stay float32
+
+
+UNUSED = Target(0, 0, 0)
+
+
+def one_or_two(node: Tensor, options: Options) -> str | None:
+    """Rule of kernels that write each row to at most two targets."""
+    kinds = [DTYPES[name] for name in node.attrs["dtypes"]]
+    if len(kinds) > 2:
+        return "a row has more than two result formats"
+    if other := [kind for kind in kinds if kind != F32 and kind not in ACTIVATIONS]:
+        return f"results are {other[0]}"
+    by_rows = [kind in BY_ROWS for kind in kinds if kind != F32]
+    return "results are quantised by rows and by blocks" if len(set(by_rows)) > 1 else None
+
+
+def float_bytes(node: Tensor, options: Options) -> int:
+    """Bytes of scratch for float rows that are quantised as a whole; 0 if they are a result."""
+    names = node.attrs["dtypes"]
+    if "f32" in names or not any(DTYPES[name] in BY_ROWS for name in names):
+        return 0
+    assert node.src[0] is not None
+    return _float_rows(node.src[0].meta).bound().nbytes
+
+
+def _float_rows(meta: Meta) -> Meta:
+    return Meta.of(meta.shape, F32)
+
+
+def targets(
+    ctx: KernelContext, refs: Sequence[OperandRef], like: Meta, scratch: int, same_rows: bool
+) -> tuple[list[Target], list[Launch]]:
+    """Return targets for results, and launches that quantise rows as a whole after the kernel.
+
+    Args:
+        ctx: context of the step.
+        refs: results, of the shape of ``like``.
+        like: Meta of the float rows.
+        scratch: address of `float_bytes`.
+        same_rows: whether each thread of the kernel writes the rows that it quantises afterwards.
+    """
+    by_rows = [ref for ref in refs if ref.dtype in BY_ROWS]
+    if not by_rows:
+        blocks = (0 if ref.dtype == F32 else ref.dtype.block for ref in refs)
+        return [Target(ref.address, ref.row_stride, b) for ref, b in zip(refs, blocks)], []
+    floats = next((ref for ref in refs if ref.dtype == F32), None)
+    meta, live = _float_rows(like), ctx.live(like.rows)
+    at, stride = (
+        floats.address if floats else scratch,
+        floats.row_stride if floats else meta.strides[0],
+    )
+    launches = [
+        launch(meta, at, stride, live, ref.address, ref.row_stride, ref.dtype, same_rows)
+        for ref in by_rows
+    ]
+    return [Target(at, stride, 0)], launches
+
+
+@helper
+def write_row(values, y, block, column, count, width):
+    """Write ``count`` values from ``column`` on to a row at ``y``, quantised in blocks if not 0."""
+    if block == 0:
+        source, target = f32s(values), f32s(y + 4 * column)
+        for i in range(count):
+            target[i] = source[i]
+    elif block == 32:
+        d, s = y + width, y + width + width // 32 * 4
+        for b in range(count // 32):
+            at = column // 32 + b
+            quantise_block(32, values + 128 * b, y + 32 * at, d + 4 * at, s + 4 * at)
+    else:
+        at = column // 256
+        d, s = y + width, y + width + width // 256 * 4
+        quantise_block(256, values, y + column, d + 4 * at, s + 32 * at)
 
 
 # -------------------------------------------------------------------------------- registration
