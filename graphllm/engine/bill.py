@@ -32,6 +32,7 @@ class Bill:
         ops: the request's share of the ops of its steps, by op and format of its weights.
         gaps_ns: its share of the time in which its steps were in progress, but none of their ops.
         host_ns: its share of the time between steps: scheduling, feeds, delivery of tokens.
+        draft_ns: its share of the time in which its draft tokens were predicted.
         others_ns: the shares of the other requests that its steps computed, too.
         queue_ns: time in which it waited and steps did not compute it.
         preemption_ns: waiting after it had to give up its KV cache.
@@ -44,6 +45,7 @@ class Bill:
     ops: dict[str, OpCost] = field(default_factory=dict)
     gaps_ns: float = 0.0
     host_ns: float = 0.0
+    draft_ns: float = 0.0
     others_ns: float = 0.0
     queue_ns: float = 0.0
     preemption_ns: float = 0.0
@@ -58,6 +60,7 @@ class Bill:
         return {
             "gaps": self.gaps_ns,
             "host": self.host_ns,
+            "drafts": self.draft_ns,
             "other requests": self.others_ns,
             "queue": self.queue_ns,
             "preemption": self.preemption_ns,

@@ -81,6 +81,9 @@ class Speculation:
         rows: maximum number of rows of a step: sequences and draft tokens.
         fixed: draft tokens of each sequence; 0 chooses their number.
         drafter: predicts them; None for prompt look-up.
+
+    Attributes:
+        predicting_s: seconds in which the draft tokens of the current step were predicted.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Speculation:
         self._scheduler, self._rows, self._fixed = scheduler, rows, fixed
         self._drafter = drafter or LookUp()
         self._times = StepTimes()
-        self._predicting = 0.0  # seconds of the last prediction
+        self.predicting_s = 0.0
 
     def extend(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> list[Chunk]:
         """Return the chunks of a decode step with draft tokens, for which blocks are reserved."""
@@ -103,7 +106,7 @@ class Speculation:
                 counts.append(count)
         began = time.perf_counter()
         drafts = self._drafter.predict(asked, counts) if asked else []
-        self._predicting = time.perf_counter() - began
+        self.predicting_s = time.perf_counter() - began
         for place, row, own in zip(places, asked, drafts):
             found[place] = chunks[place]._replace(drafts=own)
             row.drafted += len(own)
@@ -203,8 +206,8 @@ class Speculation:
     def note_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """Note the time of a decode step, from its start before `extend` on."""
         drafts = sum(len(chunk.drafts) for chunk in chunks)
-        self._times.note(len(chunks) + drafts, drafts > 0, seconds - self._predicting)
-        self._predicting = 0.0
+        self._times.note(len(chunks) + drafts, drafts > 0, seconds - self.predicting_s)
+        self.predicting_s = 0.0
 
 
 class _DraftRow:

@@ -6,6 +6,7 @@ divided by the rules of `request_costs`. What the time of a request is charged t
 - from its submission to its first step: ``queue``;
 - each step that computes it: its own share of the ops, gaps and host time; the shares of the other
   requests of the step are ``other requests``;
+- the prediction of draft tokens before a step: ``drafts``, by the number of rows with drafts;
 - between two of its steps: host time, divided as the step after it; or ``queue`` if the engine ran
   other steps meanwhile; or ``preemption`` if it had to give up its blocks;
 - from its last step to its end: host time, divided as that step.
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from threading import Event, RLock, get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.bill import Bill
 from .accounting import run_time
@@ -81,7 +82,7 @@ class Account:
 
     def charge(
         self, runs: Sequence[Run], number: int, indices: Sequence[int], names: Sequence[str],
-        parts: np.ndarray, preemptions: int,
+        parts: np.ndarray, preemptions: int, predicting: Sequence[int],
     ) -> None:  # fmt: skip
         """Charge consecutive runs of the same sequences, the request's among them.
 
@@ -92,19 +93,24 @@ class Account:
             names: names of the ops.
             parts: shares of the chunks in all runs, see `StepShares.divide`.
             preemptions: how often a sequence of the request had been preempted before the runs.
+            predicting: nanoseconds before each run in which its draft tokens were predicted.
         """
         bill, own = self._bill, parts[:, list(indices)].sum(1)
         share = self._share = len(indices) / len(runs[0].chunks)
+        draft_share = _draft_share(runs[0].chunks, indices)
         add_ops(bill.ops, names, own)
         bill.others_ns -= float(own[0].sum())
-        for run in runs:
+        for run, drafting in zip(runs, predicting):
             (host, gaps, busy), self._at = run_time(run, self._at)
-            between = host  # to be divided
+            drafting = min(drafting, host)
+            bill.draft_ns += drafting * draft_share
+            bill.others_ns += drafting * (1 - draft_share)
+            between = host - drafting  # to be divided
             if preemptions > self._preemptions:
-                bill.preemption_ns, between = bill.preemption_ns + host, 0
+                bill.preemption_ns, between = bill.preemption_ns + between, 0
                 self._lost = dict(self._computed)
             elif self._last < 0 or self._last + 1 != number:
-                bill.queue_ns, between = bill.queue_ns + host, 0
+                bill.queue_ns, between = bill.queue_ns + between, 0
             self._last, self._preemptions, number = number, preemptions, number + 1
             bill.host_ns += between * share
             bill.gaps_ns += gaps * share
@@ -129,7 +135,16 @@ class Account:
         self._closed.set()
 
 
-_Marks = Mapping[Account, tuple[list[int], int]]  # indices of chunks, and preemptions
+class _Mark(NamedTuple):
+    """What a run is charged by.
+
+    Attributes:
+        paying: indices of the chunks of each request with a bill, and its preemptions.
+        predicting: nanoseconds in which the draft tokens of the run were predicted.
+    """
+
+    paying: Mapping[Account, tuple[list[int], int]]
+    predicting: int
 
 
 class Meter:
@@ -143,8 +158,8 @@ class Meter:
         self._batcher = batcher
         self._open: set[Account] = set()
         self._mutex = RLock()  # of `_open`; the garbage collector may call `forget` in any thread
-        self._recorder, self._marks = Recorder(), list[_Marks]()  # of runs to be charged
-        self._next: _Marks = {}  # of the next run
+        self._recorder, self._marks = Recorder(), list[_Mark]()  # of runs to be charged
+        self._next = _Mark({}, 0)  # of the next run
         self._shares: dict[Plan, StepShares] = {}
         self._charged = 0  # runs
         self._thread = 0  # that began the last step
@@ -194,14 +209,16 @@ class Meter:
                 indices, most = marks.get(account, ([], 0))
                 marks[account] = [*indices, index], max(most, times)
         self._thread = get_ident()
-        self._next = marks
+        speculation = self._batcher.speculation
+        predicting = 0 if speculation is None else round(speculation.predicting_s * 1e9)
+        self._next = _Mark(marks, predicting)
         self._recorder.begin_step(chunks)
 
     def run(self, plan: Plan, segments: BoundSegments, env: Mapping[str, int]) -> None:
         """Run ``segments`` of ``plan`` with timestamps; ``env``: values of the Vars."""
         self._recorder.run(plan, segments, env)
         self._marks.append(self._next)
-        self._next = {}
+        self._next = _Mark({}, 0)
         if len(self._marks) >= _PENDING_RUNS:
             self._charge()
 
@@ -211,28 +228,36 @@ class Meter:
         self._recorder, self._marks = Recorder(), []
         for _, group in groupby(zip(recorder.runs, marks), _alike):
             own = list(group)
-            runs, paying = [run for run, _ in own], own[0][1]
-            self._charge_runs(runs, {a: paying[a] for a in paying if a in self._open})
-            self._charged += len(runs)
+            self._charge_runs([run for run, _ in own], [mark for _, mark in own])
+            self._charged += len(own)
 
-    def _charge_runs(self, runs: Sequence[Run], paying: _Marks) -> None:
+    def _charge_runs(self, runs: Sequence[Run], marks: Sequence[_Mark]) -> None:
         """Charge consecutive runs of the same sequences."""
+        paying = {a: own for a, own in marks[0].paying.items() if a in self._open}
         if not paying:
             return
         plan = runs[0].plan
         if plan not in self._shares:
             self._shares[plan] = StepShares(plan)
         shares = self._shares[plan]
-        parts = shares.divide(runs)
+        parts, predicting = shares.divide(runs), [mark.predicting for mark in marks]
         for account, (indices, preemptions) in paying.items():
-            account.charge(runs, self._charged, indices, shares.names, parts, preemptions)
+            account.charge(
+                runs, self._charged, indices, shares.names, parts, preemptions, predicting
+            )
 
 
-def _alike(recorded: tuple[Run, _Marks]) -> tuple[object, ...]:
+def _draft_share(chunks: Sequence[Chunk], indices: Sequence[int]) -> float:
+    """Return the share of the chunks ``indices`` among those of sequences with draft tokens."""
+    drafted = {index for index, chunk in enumerate(chunks) if chunk.sequence.origin is not None}
+    return len(drafted.intersection(indices)) / len(drafted) if drafted else 0.0
+
+
+def _alike(recorded: tuple[Run, _Mark]) -> tuple[object, ...]:
     """Return a key that runs have in common whose chunks differ by their positions only."""
-    run, marks = recorded
+    run, mark = recorded
     chunks = [
         (chunk.sequence.origin or chunk.sequence, chunk.stop - chunk.start, chunk.samples)
         for chunk in run.chunks
     ]
-    return run.plan, chunks, [preemptions for _, preemptions in marks.values()]
+    return run.plan, chunks, [preemptions for _, preemptions in mark.paying.values()]

@@ -125,6 +125,7 @@ def test_preemption_with_drafts(tmp_path):
     assert [done.ids for done in found] == want
     assert all(done.timings.drafted_tokens > done.timings.accepted_tokens > 0 for done in found)
     assert found[1].bill.preemption_ns > found[0].bill.preemption_ns == 0
+    assert all(done.bill.draft_ns > 0 for done in found)
     for done in found:
         bill, timings = done.bill, done.timings
         rejected = timings.drafted_tokens - timings.accepted_tokens
@@ -159,7 +160,7 @@ def test_intervals_are_charged_to_their_causes():
         run = Run(None, {}, called, returned, (np.array(ends),), (np.array(ends[:-1]),),
                   tuple(chunks[: 1 if alone else 2]))  # fmt: skip
         parts = np.array([[[ns], [99.0]], [[7.0], [0.0]], [[5.0], [0.0]]])
-        account.charge([run], number, [0], ["op"], parts, preemptions)
+        account.charge([run], number, [0], ["op"], parts, preemptions, [0])
 
     charge(3, 100, [110, 160, 200], 210, 30, 0)  # 100 queue; gaps 10 + 10; 90 of ops
     charge(4, 250, [250, 300], 300, 50, 1, alone=True)  # 40 host; 50 of ops
@@ -169,7 +170,7 @@ def test_intervals_are_charged_to_their_causes():
     bill = account.bill()
     assert bill.ops == {"op": OpCost(95, 28, 20)}
     assert bill.times == {"gaps": 10, "host": 50, "other requests": 10 + 60 + 15 + 30 + 10,
-                          "queue": 200, "preemption": 80, "http": 0}  # fmt: skip
+                          "queue": 200, "preemption": 80, "http": 0, "drafts": 0}  # fmt: skip
     assert bill.wall_ns == 560 and (bill.tokens, bill.recomputed_tokens, bill.steps) == (4, 1, 4)
 
 
@@ -184,7 +185,7 @@ def test_rejected_drafts_are_not_recomputed_tokens():
         run = Run(None, {}, 0, 1, (np.array([0, 1]),), (np.array([0]),), tuple(chunks))
         parts = np.ones((3, len(chunks), 1))
         indices = [*range(len(chunks))]
-        account.charge([run], number, indices, ["op"], parts, preemptions)
+        account.charge([run], number, indices, ["op"], parts, preemptions, [0])
 
     charge(0, [Chunk(origin, 0, 2, True)], 0)
     charge(1, [Chunk(copy, at, at + 1, True) for at in (2, 3, 4)], 0)
@@ -193,3 +194,21 @@ def test_rejected_drafts_are_not_recomputed_tokens():
     bill = account.bill()
     assert (bill.tokens, bill.recomputed_tokens) == (2 + 3 + 6, 4)
     assert account._computed == {origin: 6}
+
+
+def test_predictions_are_charged_to_the_rows_with_drafts():
+    """Of 100 ns before a step, 60 predicted the drafts of 3 and 2 of its 6 rows."""
+    own, other, plain = (ActiveSequence([1, 2, 3], 3) for _ in range(3))
+    account = Meter(Batcher(None, None)).open(1)
+    account._at = 0
+    for number, (called, predicting) in enumerate([(0, 0), (110, 60), (130, 60)]):
+        drafted = [replace(each, origin=each) for each in [own] * 3 + [other] * 2]
+        chunks = tuple(Chunk(each, 2, 3, True) for each in [*drafted, plain])
+        ends = (np.array([called, called + 10]),)
+        run = Run(None, {}, called, called + 10, ends, (np.array([10]),), chunks)
+        parts = np.zeros((3, 6, 1))
+        account.charge([run], number, [0, 1, 2], ["op"], parts, 0, [predicting])
+    account.finish(140)
+    bill = account.bill()  # no more than the 10 ns between the last two steps
+    assert (bill.draft_ns, bill.host_ns) == (pytest.approx(0.6 * (60 + 10)), 0.5 * 40)
+    assert bill.wall_ns == 140 and bill.others_ns == 140 - bill.draft_ns - bill.host_ns
