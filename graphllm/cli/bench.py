@@ -22,6 +22,7 @@ from .output import show
 
 if TYPE_CHECKING:
     from ..api import LLM
+    from ..checkpoints.checkpoint import Checkpoint
     from ..profiler.batch_bench import BatchTest
     from ..profiler.bench import Test
     from ..profiler.roofline import Ceilings
@@ -168,7 +169,7 @@ def bench(
         _bench_batches(placement, grid, source, ceiling, output)
         return
     tests = grid.tests()
-    file = source.open(placement)
+    file = _open(source, placement)
     best = _ceiling(placement.device) if ceiling else None
     rows = itertools.chain.from_iterable(
         _rows(partial(placement.load, file, kv_type=kv, threads=t), t, tests, grid.repeat, best)
@@ -177,6 +178,18 @@ def bench(
     formats = {"json": as_json, "csv": as_csv}
     for line in formats[output](rows) if output in formats else as_table(rows, bool(grid.kv_types)):
         show(line)
+
+
+def _open(source: ModelSource, placement: PlacementOptions, data: bool = True) -> Checkpoint:
+    """Open the model; for ``data`` see `ModelSource.open`. RequestError: it is an encoder."""
+    from ..loading.load import model_spec
+
+    file = source.open(placement, data)
+    spec = model_spec(file, placement.model_def)
+    if spec.is_encoder:
+        what = "which has no prefill and decode to measure; graphllm profile measures its steps"
+        raise RequestError(f"{file.path}: {spec.name} is an encoder, {what}")
+    return file
 
 
 def _bench_load(
@@ -194,7 +207,7 @@ def _bench_load(
     named = source.model is not None or source.random is not None
     if options.url and not named and placement != PlacementOptions():
         raise RequestError("options of loading need MODEL: --url alone loads none")
-    file = source.open(placement, data=options.url is None) if named or not options.url else None
+    file = _open(source, placement, options.url is None) if named or not options.url else None
 
     def encode(text: str) -> list[int]:
         if file is None:
@@ -219,7 +232,7 @@ def _bench_batches(
 ) -> None:
     """Run the tests of `-b` and print them; a table for each KV cache type and thread count."""
     tests = grid.batch_tests()
-    file = source.open(placement)
+    file = _open(source, placement)
     best = _ceiling(placement.device) if ceiling else None
     found = [
         bench_batches.rows(placement, file, setup, tests, grid.repeat, best)

@@ -67,6 +67,13 @@ def test_a_profile_of_an_encoder_counts_real_tokens(bert):
                 model.profile(wrong)
 
 
+@pytest.mark.parametrize("load", [[], ["--load", "rate=1,prompt=2,output=1", "--url", "http://a"]])
+def test_bench_refuses_encoders(bert, load):
+    done = run("bench", bert, *load)
+    assert isinstance(done.exception, RequestError)
+    assert str(done.exception).startswith(f"{bert}: bert is an encoder, which has no prefill")
+
+
 def test_a_profile_of_an_encoder_decoder_counts_pairs_by_kind(t5):
     """66 wide heads; a target attends to itself without its source, and to the source."""
     decode, prompts = 3, [SOURCE, SOURCE + SOURCE]
