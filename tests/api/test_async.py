@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import signal
 import threading
 import time
@@ -251,11 +252,23 @@ def test_errors_arrive_at_the_task(llm, tmp_path, monkeypatch):
     run(main())
 
 
-def test_closing_and_the_end_of_a_block(path):
+def test_closing_and_the_end_of_a_block(path, monkeypatch):
     """A whole answer is finished, a stream ends with an error, and no thread is left."""
+    closing, steps = threading.Event(), itertools.count()
+
+    def hold_until_closing(runner, llm):  # so that the stream does not end before
+        decode, close = runner.decode, llm.close
+
+        def held(*step):
+            assert next(steps) < 10 or closing.wait(60)
+            return decode(*step)
+
+        monkeypatch.setattr(runner, "decode", held)
+        monkeypatch.setattr(llm, "close", lambda: (closing.set(), close()))
 
     async def main():
         async with await AsyncLLM.load(path, device="cpu", threads=1) as own:
+            hold_until_closing(own.llm.engine.batcher.runner, own.llm)
             whole = asyncio.create_task(own.generate("hello", max_tokens=100, **SAMPLED))
             stream = own.stream("hello", max_tokens=120, **SAMPLED)
             await anext(stream)

@@ -315,7 +315,7 @@ def test_ctrl_c_keeps_what_is_finished(path, folder):
             assert time.monotonic() < end and process.poll() is None
             time.sleep(0.002)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
         assert (process.returncode, without_progress(errors.decode())) == (130, "interrupted\n")
         Path("a.jsonl").write_bytes(Path("a.jsonl").read_bytes() + b'{"index": ')
         assert had + 3 <= answers() < 60

@@ -264,7 +264,7 @@ def test_sigterm_ends_with_one_line(folder):
     )
     process.stdout.read(8)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (143, b"terminated\n")
 
 

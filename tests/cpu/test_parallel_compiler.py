@@ -89,7 +89,7 @@ def test_what_a_child_leaves_is_compiled_here(compiled_here, monkeypatch):
 
 def test_a_thread_that_compiles_does_not_block_the_children(compiled_here, monkeypatch):
     """It holds the lock of the compiler while they are forked."""
-    monkeypatch.setattr(parallel_compiler, "_CHILD_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(parallel_compiler, "_CHILD_TIMEOUT_S", 100.0)
     jit.prepare_compiler()
     held = threading.Event()
 
@@ -104,7 +104,7 @@ def test_a_thread_that_compiles_does_not_block_the_children(compiled_here, monke
     kernels, start = [made(600 + i) for i in range(12)], time.monotonic()
     compile_kernels(kernels, 2, lambda done, total: None)
     thread.join()
-    assert len(compiled_here) < len(kernels) and time.monotonic() - start < 20
+    assert len(compiled_here) < len(kernels) and time.monotonic() - start < 90
 
 
 def test_without_a_cache_all_are_compiled_here(compiled_here, monkeypatch, tmp_path):

@@ -10,10 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import tiny_models as tiny
+from cpu_time import cpu_seconds
 
 import graphllm
 from graphllm.backends.cpu.runtime.thread_pool import THREAD_POOL
@@ -86,12 +86,6 @@ def test_models_share_one_thread_pool(files):
     assert len(names) == len(set(names)) == THREAD_POOL.size <= most
 
 
-def _cpu_seconds(process: int) -> float:
-    """Return the CPU time in seconds that a process has used."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def test_an_idle_chat_uses_no_cpu_time(files):
     """At a terminal, after an answer: less than 1 % of a core."""
     import pty
@@ -117,12 +111,13 @@ def test_an_idle_chat_uses_no_cpu_time(files):
         os.write(ours, b"Tell me a story\n")
         read_until(b"\n")  # the terminal's echo
         read_until(rb"\n(\x1b\[\?2004h)?> ")  # with bracketed paste switched on
-        assert _cpu_seconds(process.pid) > 0
-        time.sleep(0.5)
-        before, since = _cpu_seconds(process.pid), time.monotonic()
-        time.sleep(4)
-        used = _cpu_seconds(process.pid) - before
-        assert used <= 0.01 * (time.monotonic() - since)
+        assert cpu_seconds(process.pid) > 0
+        used = []
+        while min(used, default=1) > 0.04:  # on a busy machine the answer's end takes a while
+            assert len(used) < 10, used
+            before = cpu_seconds(process.pid)
+            time.sleep(4)
+            used.append(cpu_seconds(process.pid) - before)
     finally:
         process.kill()
         process.wait()

@@ -319,7 +319,7 @@ def test_stop_closes_the_connection(canned, opened, key):
     else:
         page.key(key)
     wait_for_answers(page, 1)
-    assert texts(page, ".cost") == ["stopped"] and Canned.closed.wait(10)
+    assert texts(page, ".cost") == ["stopped"] and Canned.closed.wait(60)
     assert "on and on" in texts(page, ".answer > .text")[0]
 
 
