@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,15 +34,36 @@ def ignore_progress(what, done, total):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A temporary cache directory, and small probes."""
-    monkeypatch.setattr(
-        roofline, "_CACHE_FILE", CacheFile("ceilings.json", root=tmp_path / "cache")
-    )
-    monkeypatch.setattr(roofline, "probe_bytes", lambda: SMALL)
-    monkeypatch.setattr(kernel_probes, "WIDTH", 256)
-    monkeypatch.setattr(kernel_probes, "MIN_SECONDS", 0.0)
-    monkeypatch.setattr(roofline_probes, "SECONDS", 0.0)
-    return tmp_path / "cache"
+    """A temporary cache directory."""
+    return use_cache(tmp_path / "cache", monkeypatch)
+
+
+def use_cache(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    patch.setattr(roofline, "_CACHE_FILE", CacheFile("ceilings.json", root=folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measurement(tmp_path_factory):
+    """The cache directory and the ceilings of this machine, measured with small probes."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = use_cache(tmp_path_factory.mktemp("ceilings") / "cache", patch)
+        patch.setattr(roofline, "probe_bytes", lambda: SMALL)
+        patch.setattr(kernel_probes, "WIDTH", 256)
+        patch.setattr(kernel_probes, "MIN_SECONDS", 0.0)
+        patch.setattr(roofline_probes, "SECONDS", 0.0)
+        return folder, roofline.measure("cpu", ignore_progress)
+
+
+@pytest.fixture
+def measured(cache, measurement, monkeypatch):
+    """Measuring takes no time: it saves and returns the one measurement."""
+
+    def measure(backend: str, show: roofline.Show) -> Ceilings:
+        roofline.save(measurement[1])
+        return measurement[1]
+
+    monkeypatch.setattr(roofline, "measure", measure)
 
 
 def made(**changes) -> Ceilings:
@@ -50,9 +72,10 @@ def made(**changes) -> Ceilings:
     return replace(Ceilings("cpu", roofline.machine_name(), date, SMALL, rates), **changes)
 
 
-def test_measurement_is_cached(cache):
+def test_measurement_is_cached(cache, measurement, monkeypatch):
     assert roofline.load_cached("cpu") is None
-    found = roofline.measure("cpu", ignore_progress)
+    folder, found = measurement
+    use_cache(folder, monkeypatch)
     assert set(found.rates) == set(MEMORY_PROBES) and found.nbytes == SMALL
     assert set(found.flops) == set(kernel_probes.KINDS) and set(found.peaks) == set(
         probe_kernels.multiply_add_loops()
@@ -71,7 +94,7 @@ def test_measurement_is_cached(cache):
     assert all(0 <= n < 1 for row in found.spreads.values() for n in row.values())
     assert found.others is None or 0 <= found.others <= 1
     assert roofline.load_cached("cpu") == found and found.is_fresh()
-    assert [p.name for p in cache.iterdir()] == ["ceilings.json"]
+    assert [p.name for p in folder.iterdir()] == ["ceilings.json"]
 
 
 def test_counts_of_threads():
@@ -196,7 +219,7 @@ def test_probes_are_found_by_a_process_that_imported_nothing_else(backend):
     assert subprocess.run(command, capture_output=True, text=True).stdout == "True\n"
 
 
-def test_doctor_shows_ceilings(cache, capsys):
+def test_doctor_shows_ceilings(measured, capsys):
     doctor.doctor(measure=False)
     assert "memory: not measured (graphllm doctor --measure)" in capsys.readouterr().out
     doctor.doctor(measure=True)
@@ -279,17 +302,17 @@ def shown(capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_bench_reports_the_measurement(cache, capsys, monkeypatch):
+def test_bench_reports_the_measurement(measured, capsys, monkeypatch):
     found = _ceiling("auto")
     assert found is not None and f"measured {found.date}" in capsys.readouterr().err
     assert _ceiling("cpu") == found and f"cached: measured {found.date}" in capsys.readouterr().err
     assert _ceiling("reference") is None and capsys.readouterr().err == ""
     roofline.save(made(machine="another"))
 
-    def full():
+    def full(*asked):
         raise RequestError("no room")
 
-    monkeypatch.setattr(roofline, "probe_bytes", full)
+    monkeypatch.setattr(roofline, "measure", full)
     assert _ceiling("cpu") is None and capsys.readouterr().err == "note: no ceiling: no room\n"
 
 
