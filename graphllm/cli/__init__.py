@@ -25,7 +25,8 @@ def __getattr__(name: str) -> Any:
         from .typer_app import typer_app
         from .verbs import NAMES, find_verb
 
-        return typer_app(filter(None, map(find_verb, NAMES)))
+        globals()[name] = typer_app(filter(None, map(find_verb, NAMES)))
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import chat_model
 import idle_engine
@@ -10,6 +11,18 @@ import pytest
 from running_server import KEY, Running
 
 import graphllm
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> Any:
+    """The package. Its import takes two seconds, too long for the collection of tests."""
+    return pytest.importorskip("anthropic")
+
+
+@pytest.fixture(scope="session")
+def openai() -> Any:
+    """The package; see `anthropic`."""
+    return pytest.importorskip("openai")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from scripted_answers import completion, frames, served
 from graphllm.server.chat_text import chat_text, tool_use
 from graphllm.server.messages import MessageAnswer
 
-anthropic = pytest.importorskip("anthropic")
 pytest.importorskip("llguidance")
 
 TOOLS = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
@@ -44,7 +43,7 @@ SYSTEM = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Very.
 
 
 @pytest.fixture(scope="module")
-def client(server) -> Iterator[Any]:
+def client(anthropic, server) -> Iterator[Any]:
     url = f"http://127.0.0.1:{server.port}"
     with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as made:
         yield made
@@ -108,7 +107,7 @@ SCRIPT = '<think>So\n</think>\nWell. <tool_call>{"name": "add", "arguments": {"a
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_blocks(llm, size):
+def test_blocks(anthropic, llm, size):
     """The client joins the events of a stream to the whole answer, cut off or not."""
     fields = {"tools": [{"function": {"name": "add", "parameters": {}}}]}
     template = "</think> <tool_call> tool"
@@ -175,14 +174,14 @@ def test_blocks(llm, size):
     ({"extra_body": {"n": 2}}, "n is not supported"),
     ({"messages": [{"role": "user", "content": "a " * 5000}]}, "context"),
 ])  # fmt: skip
-def test_bad_requests_are_explained(client, more, words):
+def test_bad_requests_are_explained(anthropic, client, more, words):
     with pytest.raises(anthropic.BadRequestError) as found:
         client.messages.create(**ASK | more)
     error = found.value.body["error"]
     assert error["type"] == "invalid_request_error" and words in error["message"]
 
 
-def test_other_errors(server, client):
+def test_other_errors(anthropic, server, client):
     with pytest.raises(anthropic.NotFoundError) as found:
         client.messages.create(**ASK | {"model": "claude"})
     assert found.value.body["error"]["type"] == "not_found_error"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import hf_models
 import numpy as np
@@ -17,7 +18,6 @@ from graphllm.cli.served_models import ServedModels
 from graphllm.server.model_router import ModelRouter
 
 pytestmark = pytest.mark.parity
-openai = pytest.importorskip("openai")
 TEXTS = ["the the", "a", "letters and words of the encoder"]
 
 
@@ -43,7 +43,7 @@ def server(reranker) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def client(model) -> Iterator[openai.OpenAI]:
+def client(openai, model) -> Iterator[Any]:
     running = Running(model, keys=[KEY])
     url = f"http://127.0.0.1:{running.port}/v1"
     with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0) as made:
@@ -73,13 +73,13 @@ def test_embeddings(model, client):
     ({"input": "a", "dimensions": 3}, "dimensions"),
     ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
 ])  # fmt: skip
-def test_bad_requests_are_explained(client, more, param):
+def test_bad_requests_are_explained(openai, client, more, param):
     with pytest.raises(openai.BadRequestError) as found:
         client.embeddings.create(model=MODEL, **more)
     assert found.value.param == param
 
 
-def test_a_decoder_is_needed_for_chats(client):
+def test_a_decoder_is_needed_for_chats(openai, client):
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}])
 

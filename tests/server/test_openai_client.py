@@ -10,7 +10,6 @@ import pytest
 from chat_model import SCHEMA, check_schema
 from running_server import KEY, MODEL
 
-openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -24,7 +23,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, 
 
 
 @pytest.fixture(scope="module")
-def client(server) -> Iterator[Any]:
+def client(openai, server) -> Iterator[Any]:
     with openai.OpenAI(
         base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEY, max_retries=0
     ) as made:
@@ -151,7 +150,7 @@ def test_a_template_without_tools_gets_them_as_text(llm, client, monkeypatch):
     assert found.usage.prompt_tokens > 100
 
 
-def test_many_tasks(server, client):
+def test_many_tasks(openai, server, client):
     """Requests of both kinds at once give what each gives alone."""
     asks = [ASK | {"seed": i} | ({"response_format": FORMAT} if i % 2 else
                                  {"max_completion_tokens": 12}) for i in range(8)]  # fmt: skip
@@ -207,14 +206,14 @@ for _ in range(200):
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a",
       "arguments": "[1"}}]}]}, "messages"),
 ])  # fmt: skip
-def test_bad_requests_are_explained(client, more, param):
+def test_bad_requests_are_explained(openai, client, more, param):
     with pytest.raises(openai.BadRequestError) as found:
         client.chat.completions.create(**ASK | more)
     assert found.value.param == param and found.value.type == "invalid_request_error"
     assert len(found.value.message) < 1000
 
 
-def test_other_errors(server, client):
+def test_other_errors(openai, server, client):
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(**ASK | {"model": "gpt"})
     with pytest.raises(openai.AuthenticationError):

@@ -13,7 +13,6 @@ from scripted_answers import completion, frames, served
 from graphllm.server.chat_text import chat_text, tool_use
 from graphllm.server.responses import ResponseAnswer
 
-openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
 TOOLS = [{"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}]
@@ -47,7 +46,7 @@ CHAT = [
 
 
 @pytest.fixture(scope="module")
-def client(server) -> Iterator[Any]:
+def client(openai, server) -> Iterator[Any]:
     url = f"http://127.0.0.1:{server.port}/v1"
     with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0) as made:
         yield made
@@ -116,7 +115,7 @@ NAMES = {"reasoning": "reasoning_text", "message": "output_text",
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_items(llm, size):
+def test_items(openai, llm, size):
     """The client joins the events of a stream to the whole answer, cut off or not."""
     fields = {"tools": [{"function": {"name": "add", "parameters": {}}}]}
     template = "</think> <tool_call> tool"
@@ -190,7 +189,7 @@ def test_items(llm, size):
     ({"reasoning": {"effort": "high"}}, "reasoning"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
 ])  # fmt: skip
-def test_bad_requests_are_explained(client, more, param):
+def test_bad_requests_are_explained(openai, client, more, param):
     with pytest.raises(openai.BadRequestError) as found:
         client.responses.create(**ASK | more)
     assert found.value.param == param and found.value.type == "invalid_request_error"
