@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -68,6 +69,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]
     items.sort(key=lambda item: FIRST.get(item.path.name, len(FIRST)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures of the last test of a module are torn down
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Hide what a module leaves (kernels, imported packages) from later garbage collections.
+
+    A process of the suite would have millions of objects, and tests that collect garbage to see
+    that nothing is left would take half a second each.
+    """
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -43,6 +43,11 @@ class Case:
             result = own[written[0]]
         return plain(result), {name: plain(own[i]) for name, i in self.states.items()}
 
+    @cached_property
+    def known(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """`expected`, computed once for the tests of all backends; not to be written to."""
+        return self.expected()
+
     def own_operands(self) -> list[Any]:
         """The operands, of the states copies: a body may write to them."""
         written = self.states.values()
