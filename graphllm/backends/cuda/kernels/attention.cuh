@@ -182,6 +182,12 @@ __device__ __forceinline__ float rescale(float top, float exponent) {
     return power_of_2(__fsub_rn(__fmul_rn(top, LOG2E), exponent));
 }
 
+// The largest value in a row of a tensor core tile; `most` is that of the thread's columns.
+__device__ __forceinline__ float largest_of_row(float most) {
+    most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));
+    return fmaxf(most, __shfl_xor_sync(FULL, most, 2));
+}
+
 __device__ __forceinline__ void add_scaled(float& sum, float keep, float other, float share) {
     sum = fmaf(other, share, __fmul_rn(sum, keep));
 }

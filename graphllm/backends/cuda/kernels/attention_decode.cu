@@ -183,8 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 #pragma unroll
                 for (int i = 0; i < 4; i++) most = fmaxf(most, weights[t][i]);
             }
-            most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));
-            most = fmaxf(most, __shfl_xor_sync(FULL, most, 2));
+            most = largest_of_row(most);
             const float exponent = exponent_of(most);
             const Merge merge(top, most);
             u32 p[TILE_KEYS / 16][2];

@@ -210,8 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2 / SHARES) attend(Attenti
 #pragma unroll
             for (int n = 0; n < KEYS / 8; n++)
                 most = fmaxf(most, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
-            most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));
-            most = fmaxf(most, __shfl_xor_sync(FULL, most, 2));
+            most = largest_of_row(most);
             const float exponent = exponent_of(most);
             const Merge merge(tops[r], most);
             keep[r] = merge.keep, share[r] = merge.share;

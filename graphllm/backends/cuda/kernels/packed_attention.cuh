@@ -48,3 +48,17 @@ struct KeyRange {
 __device__ __forceinline__ const float* biases_of(const PackedAttention& a, int head) {
     return a.position_bias ? a.position_bias + head * (2 * a.reach + 1) + a.reach : nullptr;
 }
+
+// Replaces the logits of row `r` of a tensor core tile by weights relative to the largest logit of the query so far,
+// `top`, which it updates. `most` is the largest logit of the thread. Returns the factor of the sums of the keys before.
+template <int N>
+__device__ __forceinline__ float to_weights(float (&scores)[N][4], int r, float most, float& top) {
+    most = fmaxf(largest_of_row(most), top);
+    const float exponent = exponent_of(most), keep = rescale(top, exponent);
+    top = most;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) scores[i][2 * r + e] = weight_of(scores[i][2 * r + e], exponent);
+    return keep;
+}

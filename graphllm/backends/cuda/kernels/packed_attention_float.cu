@@ -136,15 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(PackedAtt
                         x = mine[r] && j < keys.high && !far ? x : -INFINITE;
                         scores[i][2 * r + e] = x, most = fmaxf(most, x);
                     }
-                most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));
-                most = fmaxf(most, __shfl_xor_sync(FULL, most, 2));
-                most = fmaxf(most, tops[r]);
-                const float exponent = exponent_of(most);
-                keep[r] = rescale(tops[r], exponent), tops[r] = most;
-#pragma unroll
-                for (int i = 0; i < KEYS / 8; i++)
-#pragma unroll
-                    for (int e = 2 * r; e < 2 * r + 2; e++) scores[i][e] = weight_of(scores[i][e], exponent);
+                keep[r] = to_weights(scores, r, most, tops[r]);
             }
             u32 weights[PARTS][4];
             float sums[4] = {};
