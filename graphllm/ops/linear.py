@@ -221,7 +221,9 @@ def head_linear(x: Any, w: Any) -> np.ndarray:
     """Multiply each head by its own matrix. x [T, H, K] f32 or a result of `quantise_act`;
     w [H, N, K] any weight format -> f32 [T, H, N].
 
-    DeepSeek-AI 2024 (DeepSeek V2), section 2.1.2: MLA with absorbed up projections.
+    DeepSeek-AI 2024 (DeepSeek V2), section 2.1.2: MLA with absorbed up projections. With w in a
+    row format, x stays f32: such checkpoints state how inputs of whole linears are quantised, and
+    the inputs of absorbed projections are others. DeepSeek's own code keeps them as floats, too.
     """
     x = to_float32(x)
     result = np.empty((*x.shape[:2], w.shape[1]), np.float32)

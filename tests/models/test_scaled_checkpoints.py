@@ -5,12 +5,14 @@ Oracles: the definition of the weights, and transformers running the same direct
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import hf_models
 import numpy as np
 import pytest
+from cuda_cases import need_gpu
 
 import graphllm
 from graphllm.checkpoints import published
@@ -100,9 +102,15 @@ def nmse(have: np.ndarray, want: np.ndarray) -> float:
     return float(np.square(have - want).sum() / np.square(want).sum())
 
 
-def logits(folder: Path, device: str = "cpu", linear: str = "auto") -> np.ndarray:
+def typical_nmse(have: np.ndarray, want: np.ndarray) -> float:
+    """The median over tokens [..., vocab]: a rounding that differs changes all that follow it."""
+    return float(np.median(np.square(have - want).sum(-1) / np.square(want).sum(-1)))
+
+
+def logits(folder: Path, device: str = "cpu", linear: str = "auto", prompts=(IDS,)) -> np.ndarray:
+    """float32 [N, T, vocab] of prompts of one length."""
     llm = graphllm.load(folder, device=device, kv_type="f32", context=32, linear=linear)
-    return llm.logits(IDS)
+    return np.stack([llm.logits([int(i) for i in each]) for each in prompts])
 
 
 @pytest.mark.parity
@@ -117,22 +125,48 @@ def test_logits_are_those_of_transformers(name, kind, strategy, tmp_path):
 
     folder, _ = random_pair(tmp_path, name, kind, strategy)
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    want = oracle(torch.tensor([IDS])).logits[0].detach().numpy()
+    want = oracle(torch.tensor([IDS])).logits.detach().numpy()
     assert nmse(logits(folder), want) <= 1e-3
 
 
+# Prompts so short that most have no activation whose rounding differs from that of the oracle.
+PROMPTS = np.random.default_rng(4).integers(3, 120, (12, 3))
+SCHEMES = [("int", "channel"), ("float", "channel"), ("fp8", "block")]
+MIXTURES = [*product(("mixtral", "deepseek_v3"), SCHEMES)]
+
+
+def mixture(folder: Path, name: str, kind: str, strategy: str) -> tuple[Path, Any, Any]:
+    """Write a random mixture; return its directory and the oracle's logits of `PROMPTS`, with float
+    activations and with quantised ones."""
+    quantised, plain = random_pair(folder, name, kind, strategy)
+    scheme = config(kind != "int", strategy)["config_groups"]["group_0"]
+    oracle = pytest.importorskip("fake_quantised")
+    return quantised, *oracle.logits(quantised, plain, scheme, PROMPTS)
+
+
 @pytest.mark.parity
-@pytest.mark.parametrize(
-    ("name", "kind", "form"),
-    [("mixtral", "int", "w8a8"), ("mixtral", "fp8", "fp8_128"), ("deepseek_v3", "fp8", "fp8_128")],
-)
-def test_experts(name, kind, form, tmp_path):
-    """Stacked matrices, and those of MLA, on both host backends, without quantised activations."""
-    folder, _ = random_pair(tmp_path, name, kind, "channel" if kind == "int" else "block")
-    host, cpu = (logits(folder, device, "float") for device in ("reference", "cpu"))
-    assert nmse(cpu, host) <= 1e-9
+@pytest.mark.parametrize(("name", "scheme"), MIXTURES)
+def test_mixtures(name, scheme, tmp_path):
+    """Those of transformers with the functions of compressed-tensors, on both host backends."""
+    folder, floats, quantised = mixture(tmp_path, name, *scheme)
+    for device, linear in (("reference", "auto"), ("cpu", "float")):
+        assert nmse(logits(folder, device, linear, PROMPTS), floats) <= 1e-9
+    assert typical_nmse(floats, quantised) > 1e-4  # an oracle that leaves activations alone
+    assert typical_nmse(logits(folder, prompts=PROMPTS), quantised) <= 1e-9
+    form = {"int": "w8a8", "float": "fp8", "fp8": "fp8_128"}[scheme[0]]
     formats = {t.dtype.name for t in open_checkpoint(folder, data=False).tensors.values()}
     assert formats == {form, "f32"}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("name", "scheme"), MIXTURES)
+def test_mixtures_on_the_gpu(name, scheme, tmp_path):
+    """As on the CPU. Tensor cores round sums of e4m3, and roundings of activations follow."""
+    need_gpu()
+    folder, floats, quantised = mixture(tmp_path, name, *scheme)
+    assert typical_nmse(logits(folder, "cuda", "float", PROMPTS), floats) <= 1e-5
+    limit = 1e-3 if scheme[0] == "int" else 0.5 * typical_nmse(floats, quantised)
+    assert typical_nmse(logits(folder, "cuda", prompts=PROMPTS), quantised) <= limit
 
 
 # --------------------------------------------------------------------------------------- bad input

@@ -79,7 +79,7 @@ def write(plain: Path, folder: Path, stated: dict[str, Any], make: Callable[...,
     made: Tensors = {}
     for name, value in load_file(plain / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if module.endswith(("_proj", ".w1", ".w2", ".w3")):
+        if module.endswith(("_proj", "_mqa", ".w1", ".w2", ".w3")):
             made |= make(module, value.float().numpy())
         else:
             made[name] = value

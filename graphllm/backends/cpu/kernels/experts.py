@@ -18,6 +18,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ....backends.alignment import aligned
+from ....formats import ROW_FORMATS
 from ....graph.dtype import F32
 from ....graph.tensor import Meta, Tensor
 from ... import Options
@@ -307,7 +308,16 @@ def _launch_experts(ctx: KernelContext, mapped: bool) -> Launch:
     return _launch(ctx, ids, ids.meta.inner[0], line, _sorting_nbytes(ctx.node), mapped)
 
 
+def _heads_integer_when(node: Tensor, options: Options) -> str | None:
+    x, w = node.sources[:2]
+    if x.dtype == F32 and w.dtype.name in ROW_FORMATS:  # see the op
+        return f"heads of {w.dtype} are multiplied as floats"
+    return linear.INTEGER["when"](node, options)
+
+
 @BACKEND.kernel("head_linear", name="heads_float", **linear.FLOAT)
-@BACKEND.kernel("head_linear", name="heads_integer", **linear.INTEGER)
+@BACKEND.kernel(
+    "head_linear", name="heads_integer", **linear.INTEGER | {"when": _heads_integer_when}
+)
 def head_linear(ctx: KernelContext) -> Launch:
     return _launch(ctx, None, ctx.w.meta.shape[0], ctx.x.meta.strides[1])

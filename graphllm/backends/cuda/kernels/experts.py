@@ -8,7 +8,7 @@ groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ....backends.alignment import aligned
@@ -298,10 +298,17 @@ def expert_linear(ctx: KernelContext) -> list[Launch]:
     return expert_products(ctx, ctx.ids, ctx.op("bias"), ctx.out.address)
 
 
+def _lower_heads(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
+    if node.sources[1].dtype.name in ROW_FORMATS:  # see the op
+        options = replace(options, linear="float")
+    return _lower(node, options)
+
+
 @BACKEND.kernel("head_linear", name="heads_plain", dtypes={"w": PLAIN}, **_RULES)
 @BACKEND.kernel(
-    "head_linear", name="heads_blocks", dtypes={"w": QUANTISED}, scratch=workspace_nbytes, **_BLOCKS
-)
+    "head_linear", name="heads_blocks", dtypes={"w": QUANTISED}, scratch=workspace_nbytes,
+    **_BLOCKS | {"lower": _lower_heads},
+)  # fmt: skip
 def head_linear(ctx: KernelContext) -> list[Launch]:
     return expert_products(ctx, None, None, ctx.out.address)
 
