@@ -45,17 +45,21 @@ def top_ids(logits: np.ndarray, *, n: int) -> np.ndarray:
     return order[:, :n].astype(np.int32)
 
 
-def _infer(logits: Meta, ids: Meta) -> Meta:
+def _infer(logits: Meta, ids: Meta, biased: Meta | None = None) -> Meta:
     expect_logits(logits)
     expect_per_row(logits, 2, "i32", ids=ids)
+    if biased is not None:
+        expect("biased", biased, 2, "f32")
+        require(biased.shape == logits.shape, f"biased {biased.shape} for logits {logits.shape}")
     return out((logits.shape[0], *ids.inner))
 
 
-def _cost(out: Meta, logits: Meta, ids: Meta, *, env: Env) -> Cost:
-    return Cost(8 * logits.size, logits.nbytes + ids.nbytes + out.nbytes)
+def _cost(out: Meta, logits: Meta, ids: Meta, biased: Meta | None = None, *, env: Env) -> Cost:
+    listed = ids.nbytes * (2 if biased is not None else 1)  # a float of `biased` for each id
+    return Cost(8 * logits.size, logits.nbytes + listed + out.nbytes)
 
 
-def _sample(rows: int, width: int, listed: int, layout: str) -> Sample:
+def _sample(rows: int, width: int, listed: int, layout: str, biased: bool) -> Sample:
     def ids(rng: Rng, shape: Shape) -> np.ndarray:
         found = rng.integers(-1, width + 1, shape)
         found[-1:, -1:] = width - 1  # where a kernel may read past the end
@@ -64,6 +68,7 @@ def _sample(rows: int, width: int, listed: int, layout: str) -> Sample:
     args = (
         Arg(("N", width), layout=layout, make=logits_and_faults),
         Arg(("N", listed), I32, make=ids),
+        Arg(("N", width), layout=layout, make=logits_and_faults) if biased else None,
     )
     return Sample(args, {}, {"N": rows})
 
@@ -75,23 +80,29 @@ def _sample(rows: int, width: int, listed: int, layout: str) -> Sample:
     tol={"f32": 1e-5},
     samples=grid(
         _sample, rows=(0, 1, 23), width=(1, 5, 63, 1000), listed=(1, 21),
-        layout=("contiguous", "strided"),
+        layout=("contiguous", "strided"), biased=(False, True),
     )
-    + grid(_sample, rows=(2,), width=(40001,), listed=(21,), layout=("contiguous",)),
+    + grid(
+        _sample, rows=(2,), width=(40001,), listed=(21,), layout=("contiguous",), biased=(False,)
+    ),
 )  # fmt: skip
-def logprobs(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def logprobs(logits: np.ndarray, ids: np.ndarray, biased: np.ndarray | None = None) -> np.ndarray:
     """Return the log-probabilities of ids. logits [N, V] f32, ids [N, A] i32 -> f32 [N, A].
 
     (logit - max) - log(sum of exp(logit - max)), over all logits of the row, without temperature
     and penalties. NaN for an id outside 0..V-1 (such as the -1 of `sample`), and for all ids of a
     row with NaN or +inf or with only -inf; -inf for a logit of -inf. The sum is over columns in an
     order that does not depend on the other rows. `top_ids` has the most likely ids.
+
+    With biased [N, V] f32, logits after biases, the first logit is that of biased, and maximum and
+    sum are those of logits: biases are added to log-probabilities that are not normalised again.
     """
     result = np.full(ids.shape, np.nan, np.float32)
+    listed = logits if biased is None else biased
     for n, row in enumerate(logits.astype(np.float64)):
         top = row.max()
         if np.isfinite(top):
             known = (ids[n] >= 0) & (ids[n] < len(row))
             total = np.log(np.exp(row - top).sum())
-            result[n, known] = row[ids[n][known]] - top - total
+            result[n, known] = listed[n, ids[n][known]].astype(np.float64) - top - total
     return result

@@ -85,6 +85,8 @@ class LogprobsArgs(NamedTuple):
     y: int  # float32 [rows, listed]
     ids: int  # int32 [rows, listed]
     listed: int
+    biased: int  # the logits that the ids have; `logits` without biases
+    biased_stride: int
 
 
 _read_logprobs = argument_reader(LogprobsArgs)
@@ -109,7 +111,7 @@ def _logprobs(p, thread, threads):
     row, rows = next_chunk(p), load_i64(a.rows)
     while row < rows:
         logits, ids = f32s(a.logits + row * a.logits_stride), i32s(a.ids + row * a.listed * 4)
-        y = f32s(a.y + row * a.listed * 4)
+        y, biased = f32s(a.y + row * a.listed * 4), f32s(a.biased + row * a.biased_stride)
         key = largest_key(i32s(a.maxima + row * a.blocks * 4), a.blocks)
         valid, top, log_sum = MINUS_INF < key < INF, float32(0), 0.0
         if valid:
@@ -119,14 +121,19 @@ def _logprobs(p, thread, threads):
             token = int64(ids[i])
             y[i] = float32(np.nan)
             if valid and 0 <= token < a.width:
-                y[i] = float32(float64(logits[token]) - float64(top) - log_sum)
+                y[i] = float32(float64(biased[token]) - float64(top) - log_sum)
         row = next_chunk(p)
 
 
 @BACKEND.kernel(
-    "logprobs", layout={"logits": "rows"}, scratch=lambda node, options: maxima_nbytes(node)
-)
+    "logprobs", layout={"logits": "rows", "biased": "rows"},
+    scratch=lambda node, options: maxima_nbytes(node),
+)  # fmt: skip
 def logprobs(ctx: KernelContext) -> list[Launch]:
     rows = row_arguments(ctx, "logits")
-    block = LogprobsArgs(*rows, ids=ctx.need("ids").address, listed=ctx.ids.meta.inner[0])
+    biased = ctx.biased or ctx.logits
+    block = LogprobsArgs(
+        *rows, ids=ctx.need("ids").address, listed=ctx.ids.meta.inner[0],
+        biased=biased.address, biased_stride=biased.row_stride,
+    )  # fmt: skip
     return [Launch(block_maxima_nan_greatest, rows), Launch(_logprobs, block)]

@@ -1,4 +1,5 @@
 // The most likely ids of a row, and log-probabilities of ids. A block computes a row.
+// `biased` are the logits that the ids have, `x` those that are summed; without biases the same.
 
 #include "sampling.cuh"
 
@@ -30,12 +31,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    logprobs(const u8* x, i64 stride, int width, const int* ids, int listed, const i64* live,
-             float* out TIMESTAMPS) {
+    logprobs(const u8* x, i64 stride, int width, const u8* biased, i64 biased_stride,
+             const int* ids, int listed, const i64* live, float* out TIMESTAMPS) {
     RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     if (blockIdx.x >= rows) return;
     Row row(x + blockIdx.x * stride, width);
+    const float* own = (const float*)(biased + blockIdx.x * biased_stride);
     ids += (i64)blockIdx.x * listed;
     out += (i64)blockIdx.x * listed;
     u32 most = 0;
@@ -51,6 +53,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int j = threadIdx.x; j < listed; j += THREADS) {
         int id = ids[j];
         bool known = valid && 0 <= id && id < width;
-        out[j] = known ? (float)((double)row.x[id] - (double)top - log(sum)) : NOT_A_NUMBER;
+        out[j] = known ? (float)((double)own[id] - (double)top - log(sum)) : NOT_A_NUMBER;
     }
 }

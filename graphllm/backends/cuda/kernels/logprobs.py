@@ -20,9 +20,10 @@ def top_ids(ctx: KernelContext) -> Launch:
     return Launch(_MODULE["top_ids"], (ctx.upper_bound(x.meta.rows),), (_THREADS,), args)
 
 
-@BACKEND.kernel("logprobs", layout={"logits": ROWS})
+@BACKEND.kernel("logprobs", layout={"logits": ROWS, "biased": ROWS})
 def logprobs(ctx: KernelContext) -> Launch:
     x = ctx.logits
-    args = (x.address, x.row_stride, x.width, ctx.ids.address, ctx.ids.width,
-            ctx.live_address(x.meta.rows), ctx.out.address)  # fmt: skip
+    biased = ctx.biased or x
+    args = (x.address, x.row_stride, x.width, biased.address, biased.row_stride, ctx.ids.address,
+            ctx.ids.width, ctx.live_address(x.meta.rows), ctx.out.address)  # fmt: skip
     return Launch(_MODULE["logprobs"], (ctx.upper_bound(x.meta.rows),), (_THREADS,), args)
