@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .beam_group import Beam, BeamGroup, Copy
+from .beam_group import Beam, BeamGroup, advance_searches
 from .generation import Generation
 from .runner import Runner
 from .sampling_feeds import Row
 from .scheduler import Scheduler
 from .sequence import ActiveSequence, Chunk, StepRecorder
-from .sequence_blocks import BlockCopy
 from .step_result import StepResult
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ class Batcher:
                 self.runner.copy_blocks(copies)
             rows = self._start(chunks)
             decodes = all(c.samples and c.stop - c.start == 1 for c in chunks)
-            if not decodes or any(row.processors or row.asks_candidates for row in rows):
+            if not decodes or any(row.processors for row in rows):
                 self._finish(chunks, self.runner.run(chunks, rows, prefill))
                 return True
             if self.speculation is not None:
@@ -167,7 +166,7 @@ class Batcher:
         self._add(group)
 
     def _add(self, group: BeamGroup) -> None:
-        for beam in group.beams.values():
+        for beam in group.beams:
             self._rows[beam.sequence] = beam
             self.scheduler.add(beam.sequence)
 
@@ -237,31 +236,29 @@ class Batcher:
         """
         self.steps += 1
         self.scheduler.complete(chunks)
-        first, groups = 0, dict[BeamGroup, None]()
+        first, groups, faults = 0, dict[BeamGroup, None](), result.candidate_faults()
         for index, chunk in enumerate(chunks):
             sampled = range(first, first + len(chunk.drafts) + 1)
             first = sampled.stop
             row = self._rows.get(chunk.sequence)
             if row is None:
                 continue  # it ended after the step was launched
-            generation = _request_of(row)
             if result.prompts and index in result.prompts:
-                generation.add_prompt_logprobs(result.prompts[index])
-            if row.count == 0 and chunk.stop <= chunk.sequence.prompt_tokens:
-                generation.prefilled(chunk.stop)
+                _request_of(row).add_prompt_logprobs(result.prompts[index])
+            if chunk.stop <= chunk.sequence.prompt_tokens and row.count == 0:
+                _request_of(row).prefilled(chunk.stop)
             if not chunk.samples:
                 continue
-            if isinstance(row, Beam):
+            if not isinstance(row, Beam):
+                self._deliver(row, result, sampled)
+            elif sampled.start in faults:
+                groups.pop(row.group, None)
+                self._fail_search(row)
+            else:
                 row.receive(result, sampled.start)
                 groups[row.group] = None
-            else:
-                self._deliver(row, result, sampled)
-
-        copies: list[BlockCopy] = []
-        for group in groups:
-            self._advance(group, copies.extend)
-        if copies:
-            self.runner.copy_blocks(copies)
+        if ready := [group for group in groups if group.ready]:
+            self._advance(ready)
 
     def _deliver(self, generation: Generation, result: StepResult, sampled: range) -> None:
         """Deliver the tokens in the rows ``sampled``, of which all but the last were drafts."""
@@ -284,22 +281,21 @@ class Batcher:
             self._remove(generation)
             return
 
-    def _advance(self, group: BeamGroup, copy: Copy) -> None:
-        """Let a search go on if the candidates of all its beams are known.
+    def _fail_search(self, beam: Beam) -> None:
+        """End a search, the logits of one of whose beams are not finite."""
+        generation = beam.group.generation
+        generation.sequence = beam.sequence
+        self._non_finite.append(generation)
+        self._remove(generation)
 
-        ``copy``: takes the copies of blocks to make before the next step; their sources are held by
-        beams of the search until then.
-        """
-        generation, fault = group.generation, group.faulty
-        if fault is not None:
-            generation.sequence = fault.sequence
-            self._non_finite.append(generation)
-            self._remove(generation)
-        elif group.ready:
-            group.advance(self.scheduler, self._rows, copy)
+    def _advance(self, groups: Sequence[BeamGroup]) -> None:
+        """Let searches go on, the candidates of all of whose beams are known."""
+        if copies := advance_searches(groups, self.scheduler, self._rows):
+            self.runner.copy_blocks(copies)
+        for group in groups:
             if not group.beams:
                 group.finish()
-                self._remove(generation)
+                self._remove(group.generation)
 
     def make_room(self) -> None:
         """Let all running requests give up their blocks; they are computed again later."""

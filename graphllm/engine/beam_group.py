@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,9 +12,10 @@ import numpy as np
 from ..errors import RequestError
 from ..model.batch import Limits
 from ..tokenizer import Tokenizer
-from .beam_search import BeamSearch, Candidates, Hypothesis, Tokens, best, live_tokens
+from .beam_search import BeamSearch, Hypothesis, State, advance
 from .generation import Answer, Generation
 from .logits_processors import LogitsProcessor
+from .sampler import BIASED
 from .scheduler import Scheduler
 from .sequence import ActiveSequence
 from .sequence_blocks import BlockCopy, SequenceBlocks
@@ -24,8 +24,6 @@ from .step_result import StepResult
 if TYPE_CHECKING:
     from .grammar import GrammarState
 
-Copy = Callable[[Sequence[BlockCopy]], None]
-
 
 class Beam:
     """A hypothesis that goes on, as a row of steps.
@@ -33,10 +31,11 @@ class Beam:
     Attributes:
         group: the beams of the same request.
         sequence: the prompt and the tokens of the hypothesis.
-        candidates: what may follow; None before its last token is computed.
+        candidates: the most likely next ids [C] and their log-probabilities [C], best first; None
+            before the last token is computed.
     """
 
-    stages = 0
+    stages = BIASED
     asks_logprobs = False
     asks_candidates = True
     processors: Sequence[LogitsProcessor] = ()
@@ -45,7 +44,7 @@ class Beam:
     def __init__(self, group: BeamGroup, sequence: ActiveSequence) -> None:
         self.group, self.sequence, self.sampling = group, sequence, group.generation.sampling
         self.settings: Mapping[str, np.ndarray] = group.settings
-        self.candidates: Candidates | None = None
+        self.candidates: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def count(self) -> int:
@@ -69,8 +68,7 @@ class Beam:
     def receive(self, result: StepResult, row: int) -> None:
         """Take the candidates of the next token from a row of a step."""
         assert result.candidate_ids is not None and result.candidate_logprobs is not None
-        ids, logprobs = result.candidate_ids[row], result.candidate_logprobs[row]
-        self.candidates = self.group.biased(ids, logprobs, self.count)
+        self.candidates = result.candidate_ids[row], result.candidate_logprobs[row]
 
 
 class BeamGroup:
@@ -81,8 +79,9 @@ class BeamGroup:
 
     Attributes:
         generation: the request.
-        state: see `BeamSearch`.
-        beams: the live hypotheses, by their tokens.
+        rules: the rules of the search.
+        state: its state.
+        beams: the live hypotheses, in the order of ``state.last``.
         settings: feeds of the settings, see `sampling_row`.
         sequences: all sequences that the scheduler may know.
     """
@@ -90,7 +89,6 @@ class BeamGroup:
     def __init__(
         self,
         generation: Generation,
-        eos_ids: Collection[int],
         end_ids: Collection[int],
         tokenizer: Tokenizer | None,
         limits: Limits,
@@ -99,7 +97,6 @@ class BeamGroup:
 
         Args:
             generation: the request, with ``sampling.beams`` above 1.
-            eos_ids: ids that ``min_tokens`` and ``ignore_eos`` forbid.
             end_ids: ids that end a hypothesis.
             tokenizer: None if only ids are wanted.
             limits: limits of the graph.
@@ -109,8 +106,6 @@ class BeamGroup:
         source = generation.sequence.source
         self._has_source = source > 0
         self._sampling = sampling
-        self._excluded = frozenset(sampling.banned_ids)
-        self._excluded_early = self._excluded | frozenset(eos_ids)  # before ``min_tokens``
         self._context = limits.context
         self.rules = BeamSearch(
             beams=sampling.beams,
@@ -125,8 +120,7 @@ class BeamGroup:
             forced_eos_id=sampling.forced_eos_id,
             forced=max(0, prompt - source - 1) if source else 0,
         )
-        self._candidates = self.rules.candidates
-        if self._candidates > limits.candidates:
+        if self.rules.candidates > limits.candidates:
             raise RequestError(
                 f"beams = {sampling.beams} with {len({*end_ids, *sampling.stop_ids})} EOS and stop "
                 f"ids needs {self.rules.candidates} candidates for each token; at most "
@@ -137,124 +131,104 @@ class BeamGroup:
         self.settings = {**generation.settings, "temperature": greedy}
         self.state = self.rules.start()
         self.sequences = [generation.sequence]
-        self.beams: dict[Tokens, Beam] = {(): Beam(self, generation.sequence)}
-
-    def biased(self, ids: np.ndarray, logprobs: np.ndarray, count: int) -> Candidates:
-        """Return candidates with the biases of `ops.bias_logits`, which do not normalise again."""
-        sampling, allowed = self._sampling, self._sampling.allowed_ids
-        early = sampling.ignore_eos or count < sampling.min_tokens
-        excluded = self._excluded_early if early else self._excluded
-        if not (allowed or sampling.logit_bias):  # the best ones suffice
-            needed = self._candidates + len(excluded)
-            ids, logprobs = ids[:needed], logprobs[:needed]
-        values = logprobs.copy()
-        for token, bias in sampling.logit_bias.items():
-            values[ids == token] += np.float32(bias)
-        if excluded or allowed:
-            out = [i in excluded or bool(allowed and i not in allowed) for i in ids.tolist()]
-            if any(out):
-                values[np.array(out) & ~np.isnan(values)] = -np.inf
-        return Candidates(ids, values)
+        self.beams = [Beam(self, generation.sequence)]
 
     @property
     def ready(self) -> bool:
         """Whether the candidates of all live hypotheses are known."""
-        return all(beam.candidates is not None for beam in self.beams.values())
+        return all(beam.candidates is not None for beam in self.beams)
 
-    @property
-    def faulty(self) -> Beam | None:
-        """A beam whose logits are not finite; None if there is none."""
-        for beam in self.beams.values():
-            if beam.candidates is not None and math.isnan(beam.candidates.logprobs[0]):
-                return beam
-        return None
-
-    def advance(
-        self, scheduler: Scheduler, rows: dict[ActiveSequence, Generation | Beam], copy: Copy
-    ) -> None:
-        """Choose the next tokens of the live hypotheses.
+    def follow(
+        self, state: State, scheduler: Scheduler, rows: dict[ActiveSequence, Generation | Beam]
+    ) -> list[BlockCopy]:
+        """Let the sequences follow the hypotheses of the next state.
 
         The first continuation of a beam keeps its sequence, the others fork it.
 
         Args:
+            state: the next state.
             scheduler: has the sequences.
             rows: rows of steps by sequence; those of the beams are brought up to date.
-            copy: takes copies of blocks, which are made before the next step.
+
+        Returns:
+            Copies of blocks to make before the next step; until then beams hold their sources.
         """
-        self.generation.first = self.generation.first or time.perf_counter()
-        found = {t: beam.candidates for t, beam in self.beams.items() if beam.candidates}
-        self.state = self.rules.advance(self.state, found)
-        children: dict[Tokens, list[Tokens]] = {}
-        for tokens in live_tokens(self.state):
-            children.setdefault(tokens[:-1], []).append(tokens)
-        beams = {c[0]: self.beams[tokens] for tokens, c in children.items()}
-        forks = self._forks(children, scheduler, rows)
-        copies = [c for beam in forks.values() if beam.sequence.blocks for c in beam.blocks.copies]
-        if copies:
-            copy(copies)
-        for beam in forks.values():
-            rows[beam.sequence] = beam
-            if beam.sequence.blocks:
-                beam.blocks.private = False
-        for tokens, beam in beams.items():
-            beam.sequence.tokens.append(tokens[-1])
+        self.state = state
+        kept = dict[int, int]()  # the first continuation of each beam
+        for index, (parent, _) in enumerate(state.last):
+            kept.setdefault(parent, index)
+        if len(kept) == len(state.last) == len(self.beams):
+            forks = dict[int, Beam]()
+        else:
+            forks = self._forks(kept, scheduler, rows)
+        beams = dict(forks)
+        for parent, index in kept.items():
+            beams[index] = beam = self.beams[parent]
+            beam.sequence.tokens.append(state.last[index][1])
             beam.candidates = None
-            scheduler.resume(beam.sequence)
-        self.beams = {**beams, **forks}
-        self.sequences = [beam.sequence for beam in self.beams.values()]
-        if self.beams:
-            self.generation.count = len(next(iter(self.beams)))
+            if beam.sequence.paused:
+                scheduler.resume(beam.sequence)
+        self.beams = [beams[index] for index in range(len(beams))]
+        self.sequences = [beam.sequence for beam in self.beams]
+        self.generation.count = state.length if self.beams else self.generation.count
+        return [copy for beam in forks.values() for copy in _copies(beam)]
 
     def _forks(
         self,
-        children: Mapping[Tokens, Sequence[Tokens]],
+        kept: Mapping[int, int],
         scheduler: Scheduler,
         rows: dict[ActiveSequence, Generation | Beam],
-    ) -> dict[Tokens, Beam]:
-        """Return the beams of all but the first continuation of each beam.
+    ) -> dict[int, Beam]:
+        """Return the beams of all but the first continuation of each beam, by index in the state.
 
         They take over the sequences of beams that are not continued, if these are as long.
+
+        Args:
+            kept: the first continuation of each beam that has one.
+            scheduler, rows: see `follow`.
         """
-        wanted = [(origin, t) for origin, own in children.items() for t in own[1:]]
-        ended = [beam for tokens, beam in self.beams.items() if tokens not in children]
-        found = {}
-        for (origin, tokens), beam in zip(wanted, ended):
-            source = self.beams[origin].sequence
-            if scheduler.refork(beam.sequence, source, [*source.tokens, tokens[-1]]):
-                beam.candidates, found[tokens] = None, beam
-        kept = {*found.values()}
+        last, forks = self.state.last, dict[int, Beam]()
+        wanted = [index for index, (parent, _) in enumerate(last) if kept[parent] != index]
+        ended = [beam for index, beam in enumerate(self.beams) if index not in kept]
+        for index, beam in zip(wanted, ended):
+            source, tokens = self._origin(*last[index])
+            if scheduler.refork(beam.sequence, source, tokens):
+                beam.candidates, forks[index] = None, beam
         for beam in ended:
-            if beam not in kept:
+            if beam not in forks.values():
                 scheduler.remove(beam.sequence)
                 del rows[beam.sequence]
-        for origin, tokens in wanted:
-            if tokens not in found:
-                found[tokens] = self._fork(origin, tokens, scheduler)
-        return found
+        for index in wanted:
+            if index not in forks:
+                source, tokens = self._origin(*last[index])
+                beam = forks[index] = Beam(self, self._sequence(tokens))
+                self.sequences.append(beam.sequence)
+                scheduler.fork(source, beam.sequence)
+                rows[beam.sequence] = beam
+        return forks
 
-    def _fork(self, origin: Tokens, tokens: Tokens, scheduler: Scheduler) -> Beam:
-        """Return a beam with ``tokens``, one more than the beam of ``origin``."""
-        sequence = self.beams[origin].sequence
-        fork = self._sequence(tokens)
-        self.sequences.append(fork)
-        scheduler.fork(sequence, fork)
-        return Beam(self, fork)
+    def _origin(self, parent: int, token: int) -> tuple[ActiveSequence, list[int]]:
+        """Return the sequence of beam ``parent``, and the tokens of its continuation."""
+        source = self.beams[parent].sequence
+        return source, [*source.tokens, token]
 
-    def _sequence(self, tokens: Tokens) -> ActiveSequence:
-        first = self.generation.sequence
-        ids = [*first.tokens[: first.prompt_tokens], *tokens]
+    def _sequence(self, tokens: list[int]) -> ActiveSequence:
         return replace(
-            first, tokens=ids, computed=0, blocks=None, preemptions=0, paused=False, number=-1
-        )
+            self.generation.sequence,
+            tokens=tokens, computed=0, blocks=None, preemptions=0, paused=False, number=-1,
+        )  # fmt: skip
 
     def restart(self) -> None:
         """Make the beams again from `state`, with new sequences, none of which is scheduled."""
-        self.beams = {t: Beam(self, self._sequence(t)) for t in live_tokens(self.state)}
-        self.sequences = [beam.sequence for beam in self.beams.values()]
+        first = self.generation.sequence
+        prompt = first.tokens[: first.prompt_tokens]
+        live = self.state.live_tokens()
+        self.beams = [Beam(self, self._sequence([*prompt, *tokens])) for tokens in live]
+        self.sequences = [beam.sequence for beam in self.beams]
 
     def finish(self) -> None:
         """End the request with the best hypotheses, or an error if there is none."""
-        found = best(self.state, self._sampling.n)
+        found = self.state.best(self._sampling.n)
         if not found:
             self.generation.fail(RequestError("all ids are excluded: no token can follow"))
             return
@@ -263,7 +237,7 @@ class BeamGroup:
     def _answer(self, found: Hypothesis) -> Answer:
         ids, text, note = list(found.tokens), "", ""
         length = len(ids)
-        forced = self.rules.forced_eos_id is not None and length == self.rules.most
+        forced = self.rules.forces_end(length)
         stopped = not forced and ids[-1] in self.rules.ends(length)
         if forced or stopped:
             ids.pop()
@@ -273,3 +247,31 @@ class BeamGroup:
             stream = self._tokenizer.stream(continuation=not self._has_source)
             text = "".join([*map(stream.push, ids), stream.finish()])
         return Answer(ids, text, "stop" if stopped else "length", found.score, note)
+
+
+def _copies(fork: Beam) -> Sequence[BlockCopy]:
+    """Return the copies of blocks that a fork needs before its next step."""
+    if fork.sequence.blocks is None:  # it waits
+        return ()
+    fork.blocks.private = False
+    return fork.blocks.copies
+
+
+def advance_searches(
+    groups: Sequence[BeamGroup],
+    scheduler: Scheduler,
+    rows: dict[ActiveSequence, Generation | Beam],
+) -> list[BlockCopy]:
+    """Choose the next tokens of searches that are `BeamGroup.ready`, all together.
+
+    See `BeamGroup.follow` for the other arguments and the result.
+    """
+    found = [beam.candidates for group in groups for beam in group.beams if beam.candidates]
+    ids, logprobs = (np.concatenate(each).reshape(len(found), -1) for each in zip(*found))
+    states = advance([(group.rules, group.state) for group in groups], ids, logprobs)
+    now = time.perf_counter()
+    copies: list[BlockCopy] = []
+    for group, state in zip(groups, states):
+        group.generation.first = group.generation.first or now
+        copies += group.follow(state, scheduler, rows)
+    return copies

@@ -216,7 +216,7 @@ class Engine:
         )
         group = None
         if sampling.beams > 1:
-            group = BeamGroup(generation, eos_ids, ends, tokenizer, self.limits)
+            group = BeamGroup(generation, ends, tokenizer, self.limits)
         self.batcher.submit(generation, group)
         if generation.delivery.background:
             self.worker.add(self, generation)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .block_manager import BlockManager
+from .sequence import Chunk
 from .sequence_blocks import SequenceBlocks
 
 Feeds = dict[str, np.ndarray]
@@ -61,10 +62,28 @@ def forward_feeds(
     }
     block, sequence = manager.block, np.repeat(np.arange(len(spans)), counts)
     for name in manager.pools:
-        table = feeds[f"table.{name}"] = np.stack([span.blocks.tables[name] for span in spans])
+        table = feeds[f"table.{name}"] = block_tables([span.blocks for span in spans], name)
         feeds[f"slot.{name}"] = table[sequence, pos // block] * block + pos % block
     pairs = sum(map(kv_pairs, starts.tolist(), counts.tolist()))
     return feeds, {"kv_sum": pairs, "prefix_sum": int(counts @ feeds["prefix_len"])}
+
+
+def block_tables(rows: Sequence[SequenceBlocks], group: str) -> np.ndarray:
+    """Return the block tables of several sequences, [S, width]; quicker than `np.stack`."""
+    return np.concatenate([blocks.tables[group] for blocks in rows]).reshape(len(rows), -1)
+
+
+def query_starts(chunks: Sequence[Chunk]) -> np.ndarray:
+    """Return ``q_start`` of a decode step.
+
+    Of adjacent chunks of one sequence, the last one has the queries of all, and the others have
+    none: so kernels know that the keys of the first ones are written in this step, too.
+    """
+    starts = [*range(len(chunks) + 1)]
+    for index in range(1, len(chunks)):
+        if chunks[index].sequence is chunks[index - 1].sequence:
+            starts[index] = starts[index - 1]
+    return np.array(starts, np.int32)
 
 
 def kv_pairs(start: int, count: int) -> int:

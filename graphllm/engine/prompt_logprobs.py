@@ -70,6 +70,7 @@ def prompt_logprobs(
         own = ids[at : at + most]
         feeds = {"prompt.hidden": hidden[at : at + most], "prompt.ids": own[:, None]}
         values = executor.run(plan, feeds)
-        result = StepResult.of([own, *(values[name] for name in _OUTPUTS)])
+        logprobs, top_ids, top_logprobs = (values[name] for name in _OUTPUTS)
+        result = StepResult(own, logprobs, top_ids, top_logprobs)
         found += [result.token(row, count) for row in range(len(own))]
     return found

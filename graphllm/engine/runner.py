@@ -17,7 +17,7 @@ from ..runtime.decode_loop import DecodeLoop
 from ..runtime.executor import Executor
 from .block_copies import COPIED, FEW_COPIES, MAX_COPIES, copy_feeds
 from .block_manager import BlockManager
-from .forward_feeds import Feeds, Span, forward_feeds
+from .forward_feeds import Feeds, Span, block_tables, forward_feeds, query_starts
 from .logits_processors import process_logits
 from .prompt_logprobs import prompt_logprobs, prompt_plan
 from .sampler import PROCESSED, STAGES, fed_rows
@@ -33,13 +33,19 @@ _NOTHING = StepResult(np.zeros(0, np.int32))  # of a step that samples no sequen
 
 @dataclass
 class _Loop:
-    """A decode loop over fixed rows; ``lengths``: computed tokens of each once all have run."""
+    """A decode loop over fixed rows.
+
+    Attributes:
+        lengths: computed tokens of each row once all steps have run.
+        chosen: whether the host chooses tokens of some rows, and blocks to go with them.
+    """
 
     rows: list[Row]
     outputs: list[str]
     recorder: StepRecorder | None
     steps: DecodeLoop
     lengths: list[int]
+    chosen: bool
 
 
 class Runner:
@@ -134,33 +140,30 @@ class Runner:
             return _NOTHING
         size, sampling = self.bucket(len(chunks)), sum(chunk.samples for chunk in chunks)
         processing = any(row.processors for row in rows[:sampling])
-        chosen = CANDIDATES if any(row.asks_candidates for row in rows[:sampling]) else []
-        every = sampling == len(rows) and not processing and not chosen
+        chosen = _candidates(rows[:sampling])
+        every = sampling == len(rows) and not processing
         if processing:
-            outputs = ["processed", *_if_asked(rows[:sampling], ["logits"])]
+            outputs = ["processed", *_if_asked(rows[:sampling], ["logits"]), *chosen]
         else:
             outputs = _outputs("ids" if every else "sampled", rows[:sampling]) if sampling else []
         prompts = [row.prompt_positions(c.start, c.stop) for c, row in zip(chunks, rows)]
         hidden = ["hidden"] if any(prompts) else []
-        decodes = (processing or chosen) and all(c.stop - c.start == 1 for c in chunks)
+        decodes = processing and all(c.stop - c.start == 1 for c in chunks)
         plan = self.plan(
-            [*(outputs or self.pools), *hidden, *chosen],
+            [*(outputs or self.pools), *hidden],
             size if decodes else self.limits.tokens, size, size if sampling else 1,
         )  # fmt: skip
         feeds, env = self.feeds(plan, chunks, rows)
         if recorder is not None:
             recorder.begin_step(chunks)
-        found = self.executor.run(plan, feeds, env, recorder, [*outputs, *hidden, *chosen])
+        found = self.executor.run(plan, feeds, env, recorder, [*outputs, *hidden])
         if processing:
             result = self._process(found, rows[:sampling])
         else:
-            result = StepResult.of(found[name] for name in outputs) if outputs else _NOTHING
+            result = StepResult.of({n: found[n] for n in outputs}) if outputs else _NOTHING
         if hidden:
             entries = self._prompt_logprobs(found["hidden"], chunks, rows, prompts)
             result = result._replace(prompts=entries)
-        if chosen:
-            ids, logprobs = (found[name] for name in chosen)
-            result = result._replace(candidate_ids=ids, candidate_logprobs=logprobs)
         self._advanced = rows if every else []
         return result
 
@@ -202,7 +205,8 @@ class Runner:
     def _process(self, found: Mapping[str, np.ndarray], rows: Rows[Row]) -> StepResult:
         """Apply the logits processors of ``rows``, and sample.
 
-        ``found``: the outputs ``processed`` and, if a row asks for log-probabilities, ``logits``.
+        ``found``: the outputs ``processed`` and, if a row asks for them, ``logits`` (for
+        log-probabilities) and candidates.
         """
         errors, parts = dict[int, RequestError](), list[list[np.ndarray]]()
         for index, row in enumerate(rows):
@@ -220,7 +224,9 @@ class Runner:
             self._held = set()
             values = self.executor.run(plan, feeds)
             parts.append([values[f"{name}.fed"] for name in names])
-        return StepResult.of(map(np.concatenate, zip(*parts)))._replace(errors=errors)
+        arrays = dict(zip(names, map(np.concatenate, zip(*parts))))
+        arrays |= {name: found[name] for name in CANDIDATES if name in found}
+        return StepResult.of(arrays)._replace(errors=errors)
 
     def _prompt_logprobs(
         self, hidden: np.ndarray, chunks: Rows[Chunk], rows: Rows[Row],
@@ -272,7 +278,7 @@ class Runner:
         return {name for name in self._held if self.executor.buffers.written(name)}
 
     def _tables(self, rows: Rows[Row], name: str) -> np.ndarray:
-        return np.stack([row.blocks.tables[name] for row in rows])
+        return block_tables([row.blocks for row in rows], name)
 
     def copy_blocks(self, copies: Rows[BlockCopy]) -> None:
         """Copy KV cache blocks on the device, behind the steps that were launched."""
@@ -312,7 +318,7 @@ class Runner:
             self.executor.bind(plan)
             feeds, _ = self.feeds(plan, chunks, rows, all_settings=False)
         feeds["rows"] = np.arange(count, dtype=np.int32)
-        feeds["q_start"] = _query_starts(chunks)
+        feeds["q_start"] = query_starts(chunks)
         env = {"T": count, "S": count, "Q": count + 1, "N": count}
         lengths: list[int] = []
         prefix = sum(row.sequence.prefix for row in rows)
@@ -320,7 +326,7 @@ class Runner:
             plan, feeds, env, outputs[0], recorder,
             lambda: {"kv_sum": sum(lengths), "prefix_sum": prefix}, others=outputs[1:],
         )  # fmt: skip
-        return _Loop(rows, outputs, recorder, steps, lengths)
+        return _Loop(rows, outputs, recorder, steps, lengths, bool(_candidates(rows)))
 
     @property
     def can_run_ahead(self) -> bool:
@@ -335,7 +341,10 @@ class Runner:
         loop, block = self._loop, self.limits.block
         assert loop is not None
         loop.lengths[:] = [chunk.stop for chunk in chunks]
-        if any(length % block <= 1 for length in loop.lengths):
+        if loop.chosen:
+            last = [chunk.sequence.tokens[-1] for chunk in chunks]
+            self.executor.set_state("ids", np.array(last, np.int32))
+        if loop.chosen or any(length % block <= 1 for length in loop.lengths):
             for name in self.caches:
                 self.executor.set_state(f"table.{name}", self._tables(loop.rows, name))
         if any(row.grammar for row in loop.rows):
@@ -352,24 +361,11 @@ class Runner:
         self._advanced = loop.rows
         if len(loop.outputs) == 1:
             return StepResult(ids)
-        return StepResult.of([ids, *loop.steps.take_others()])
+        return StepResult.of(dict(zip(loop.outputs, [ids, *loop.steps.take_others()])))
 
     def reset(self) -> None:
         """Forget the decode loop and what was fed: the next step is fed by the host."""
         self._loop, self._advanced, self._held = None, [], set()
-
-
-def _query_starts(chunks: Rows[Chunk]) -> np.ndarray:
-    """Return ``q_start`` of a decode step.
-
-    Of adjacent chunks of one sequence, the last one has the queries of all, and the others have
-    none: so kernels know that the keys of the first ones are written in this step, too.
-    """
-    starts = [*range(len(chunks) + 1)]
-    for index in range(1, len(chunks)):
-        if chunks[index].sequence is chunks[index - 1].sequence:
-            starts[index] = starts[index - 1]
-    return np.array(starts, np.int32)
 
 
 def _own_tokens(sequence: ActiveSequence) -> list[int]:
@@ -385,7 +381,13 @@ def _stages(rows: Rows[Row]) -> int:
 def _outputs(name: str, rows: Rows[Row]) -> list[str]:
     """Return the names of the outputs of a `StepResult`; ``name``: that of the sampled ids."""
     suffix = STAGES[_stages(rows)]
-    return [name + suffix, *_if_asked(rows, ["logprobs" + suffix, "top_ids", "top_logprobs"])]
+    asked = _if_asked(rows, ["logprobs" + suffix, "top_ids", "top_logprobs"])
+    return [name + suffix, *asked, *_candidates(rows)]
+
+
+def _candidates(rows: Rows[Row]) -> list[str]:
+    """Return the outputs of which the host chooses the tokens of a row, if there is such a row."""
+    return CANDIDATES if any(row.asks_candidates for row in rows) else []
 
 
 def _if_asked(rows: Rows[Row], names: list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from ..ops.sampling_filters import FILTERS
 # the bitmap; also `ops.penalise`, also `ops.filter_logits`. A step runs as many as the row that
 # needs most of them; the later ones change no logits of the other rows.
 STAGES = ("", ".masked", ".biased", ".penalised", ".filtered")
+BIASED = STAGES.index(".biased")  # the stage whose most likely ids are the candidates of beams
 PROCESSED = STAGES.index(".penalised")  # the stage that logits processors change
 
 
@@ -53,7 +54,8 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         both also with the suffixes of `STAGES`; ``top_ids`` [N, K], the most likely ids, and
         ``top_logprobs`` [N, K]; ``logprobs`` [N, 1] with each suffix, those of the sampled ids;
         ``candidate_ids`` [N, C], the most likely ids after `ops.bias_logits`, and
-        ``candidate_logprobs`` [N, C]. Log-probabilities are those of ``logits`` as they are.
+        ``candidate_logprobs`` [N, C]. Log-probabilities are those of ``logits`` as they are; those
+        of candidates have the biases added.
         ``processed`` [N, vocab] are the logits after biases and penalties. The host may change
         them: outputs with the suffix ``.fed`` are sampled from the inputs ``fed.processed`` and
         ``fed.logits`` (for the log-probabilities), [R, vocab] each.
@@ -72,7 +74,7 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
     outputs = {"processed": processed, **_most_likely("", logits, batch.limits)}
     candidates = ops.top_ids(biased, n=min(batch.limits.candidates, logits.meta.inner[0]))
     outputs["candidate_ids"] = candidates
-    outputs["candidate_logprobs"] = ops.logprobs(logits, candidates)
+    outputs["candidate_logprobs"] = ops.logprobs(logits, candidates, biased)
     stages = (logits, logits, biased, processed, _filtered(processed, v))
     for suffix, x in zip(STAGES, stages):
         sampled = _sampled(x, v, v["mask"] if suffix == ".masked" else None)

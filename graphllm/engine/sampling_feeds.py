@@ -111,8 +111,13 @@ def sampling_feeds(
         names: names of the leaves that the plan has.
         history: whether the plan reads the last tokens of the sequences.
     """
+    settings, places = list[Mapping[str, np.ndarray]](), list[int]()
+    for row in rows:  # the beams of a request share its settings
+        if not settings or row.settings is not settings[-1]:
+            settings.append(row.settings)
+        places.append(len(settings) - 1)
     feeds = {
-        name: np.concatenate([row.settings[name] for row in rows])
+        name: np.concatenate([each[name] for each in settings])[places]
         for name in rows[0].settings
         if name in names
     }

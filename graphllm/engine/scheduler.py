@@ -263,7 +263,8 @@ class Scheduler:
 
     def _continue_prompts(self, may_starve: bool) -> bool:
         """Add chunks of running sequences' prompts; return whether none of them lacks budget."""
-        for sequence in sorted(filter(_has_prompt, self._running), key=_order):
+        left = [s for s in self._running if s not in self._chunks and _has_prompt(s)]
+        for sequence in sorted(left, key=_order):
             if sequence.blocks is None:
                 continue  # preempted for one before it
             stop = self._chunk_stop(sequence, sequence.computed)
@@ -363,8 +364,7 @@ class Scheduler:
 
     def _victim(self) -> ActiveSequence:
         """Return the running sequence to preempt: an idle one, else any but the first in order."""
-        idle = [s for s in self._running if _is_idle(s)]
-        if idle:
+        if idle := [s for s in self._running if _is_idle(s)]:
             return max(idle, key=_order)
         first = min(self._running, key=_order)
         others = [s for s in self._running if s is not first]

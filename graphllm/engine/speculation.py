@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from .generation import Generation
 from .logits_processors import LogitsProcessor
 from .prompt_lookup import PromptLookup
@@ -201,7 +203,9 @@ class Speculation:
                 self._drafter.note_outcome(most, count)
             chunk.sequence.tokens.extend(chunk.drafts[:count])
             found.append(chunk._replace(stop=chunk.stop + count, drafts=chunk.drafts[:count]))
-        return found, StepResult.of(each[kept] for each in result[:4] if each is not None)
+        arrays = zip(result._fields, result)
+        left = {name: each[kept] for name, each in arrays if isinstance(each, np.ndarray)}
+        return found, StepResult.of(left)
 
     def note_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """Note the time of a decode step, from its start before `extend` on."""

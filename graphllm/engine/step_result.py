@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ class StepResult(NamedTuple):
         errors: errors of logits processors by row, whose requests end.
         candidate_ids: for beam search, the most likely ids after biases [R, C], with C =
             `Limits.candidates`.
-        candidate_logprobs: their log-probabilities [R, C], without biases.
+        candidate_logprobs: their log-probabilities [R, C], with biases added.
     """
 
     ids: np.ndarray
@@ -67,13 +67,20 @@ class StepResult(NamedTuple):
     candidate_logprobs: np.ndarray | None = None
 
     @classmethod
-    def of(cls, arrays: Iterable[np.ndarray]) -> StepResult:
-        """Return the result with these values of its first field, or of its first four."""
-        ids, *rest = arrays
-        if not rest:
-            return cls(ids)
-        logprobs, top_ids, top_logprobs = rest
-        return cls(ids, logprobs, top_ids, top_logprobs)
+    def of(cls, arrays: Mapping[str, np.ndarray]) -> StepResult:
+        """Return the result of outputs by name; ``sampled`` is ``ids``, and suffixes do not count.
+
+        See `graphllm.engine.sampler.sampling_outputs`.
+        """
+        fields: dict[str, Any] = {name.split(".")[0]: each for name, each in arrays.items()}
+        ids = fields.pop("sampled") if "sampled" in fields else fields.pop("ids")
+        return cls(ids, **fields)
+
+    def candidate_faults(self) -> Collection[int]:
+        """Return the rows whose candidates are of logits that are not finite."""
+        if self.candidate_logprobs is None:
+            return ()
+        return set(np.flatnonzero(np.isnan(self.candidate_logprobs[:, 0])).tolist())
 
     def token(self, row: int, count: int) -> TokenLogprobs:
         """Return the log-probabilities of a row, with the ``count`` most likely tokens."""

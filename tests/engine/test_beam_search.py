@@ -11,7 +11,7 @@ import pytest
 import tiny_models as tiny
 
 import graphllm
-from graphllm.engine.beam_search import BeamSearch, Candidates, best, live_tokens
+from graphllm.engine.beam_search import BeamSearch, advance
 from graphllm.errors import RequestError
 
 CASES = 30
@@ -97,17 +97,25 @@ def oracle():
     return Oracle()
 
 
-def search(rules: BeamSearch, oracle: Oracle, prompt: list[int]) -> list[tuple[list[int], float]]:
-    """Return what the search finds with no more candidates than it asks for."""
-    state = rules.start()
-    while live := live_tokens(state):
-        found = {}
-        for tokens in live:
-            logprobs = oracle.logprobs([*prompt, *tokens])
-            ids = np.argsort(-logprobs, kind="stable")[: rules.candidates]
-            found[tokens] = Candidates(ids, logprobs[ids])
-        state = rules.advance(state, found)
-    return [(list(each.tokens), each.score) for each in best(state, rules.beams)]
+Search = tuple[BeamSearch, list[int]]  # its rules and its prompt
+
+
+def search(oracle: Oracle, *searches: Search) -> list[list[tuple[list[int], float]]]:
+    """Return what each search finds, with no more candidates than the widest one asks for."""
+    states = [rules.start() for rules, _ in searches]
+    most = max(rules.candidates for rules, _ in searches)
+    while live := [i for i, state in enumerate(states) if state.last]:
+        rows = [[*searches[i][1], *tokens] for i in live for tokens in states[i].live_tokens()]
+        logprobs = np.stack([oracle.logprobs(ids) for ids in rows])
+        ids = np.argsort(-logprobs, kind="stable")[:, :most]
+        going = [(searches[i][0], states[i]) for i in live]
+        found = advance(going, ids, np.take_along_axis(logprobs, ids, 1))
+        for i, state in zip(live, found):
+            states[i] = state
+    return [
+        [(list(each.tokens), each.score) for each in state.best(rules.beams)]
+        for state, (rules, _) in zip(states, searches)
+    ]
 
 
 def rules_of(made: dict[str, Any], oracle: Oracle, **more: Any) -> BeamSearch:
@@ -124,7 +132,8 @@ def check(have, want) -> None:
 @pytest.mark.parametrize("seed", [seed for seed in range(CASES) if case(seed)["beams"] > 1])
 def test_the_search_finds_what_transformers_finds(oracle, seed):
     made = case(seed)
-    check(search(rules_of(made, oracle), oracle, made["prompt"]), oracle.generate(made))
+    (found,) = search(oracle, (rules_of(made, oracle), made["prompt"]))
+    check(found, oracle.generate(made))
 
 
 # --------------------------------------------------------------------------------- diverse groups
@@ -183,7 +192,23 @@ def test_groups_are_diverse_as_in_the_paper(oracle, seed):
     made, groups, strength = diverse_case(seed)
     rules = rules_of(made, oracle, groups=groups, diversity_penalty=strength)
     want = diverse(oracle, made, groups, strength)
-    check(search(rules, oracle, made["prompt"]), want)
+    (found,) = search(oracle, (rules, made["prompt"]))
+    check(found, want)
+
+
+@pytest.mark.parity
+def test_searches_that_advance_together_find_what_each_finds_alone(oracle):
+    """Of all widths, rules and groups; some end before others, and some in a forced token."""
+    searches = []
+    for seed in range(CASES):
+        made, groups, strength = diverse_case(seed)
+        more: dict[str, Any] = {"groups": groups, "diversity_penalty": strength}
+        if seed % 3:
+            made, more = case(seed), {}
+        stop, forced = tuple(range(seed, 60, 3)), 3 if seed % 4 == 0 else None
+        more |= {"stop_ids": stop, "min_tokens": seed % 5, "forced_eos_id": forced}
+        searches.append((rules_of(made, oracle, **more), made["prompt"]))
+    assert search(oracle, *searches) == [search(oracle, each)[0] for each in searches]
 
 
 # ------------------------------------------------------------------------------------- the engine
