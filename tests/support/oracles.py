@@ -626,15 +626,16 @@ def top_ids(logits, *, n):
                     np.int32).reshape(len(logits), n)  # fmt: skip
 
 
-def logprobs(logits, ids):
+def logprobs(logits, ids, biased=None):
     result = np.full(ids.shape, math.nan)
-    for n, row in enumerate(logits.astype(np.float64).tolist()):
+    listed = logits if biased is None else biased
+    for n, (row, own) in enumerate(zip(logits.astype(np.float64).tolist(), listed.tolist())):
         if any(math.isnan(x) for x in row) or not math.isfinite(max(row)):
             continue
-        p = _softmax(row)
+        total = max(row) + math.log(math.fsum(math.exp(x - max(row)) for x in row))
         for a, i in enumerate(ids[n].tolist()):
             if 0 <= i < len(row):
-                result[n, a] = math.log(p[i]) if p[i] > 0 else row[i] - max(row)
+                result[n, a] = own[i] - total
     return result
 
 
