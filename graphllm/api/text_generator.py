@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -240,6 +241,7 @@ class TextGenerator(LoadedModel):
         eos_ids: Collection[int] | None = None, delivery: Delivery | None = None,
     ) -> RequestHandle:  # fmt: skip
         """Check a request and add it to the batch; ``completion`` gets its prompt and seed."""
+        began = time.perf_counter_ns()
         check({"seen": Optional(function)}, {"seen": seen})
         completion.seed = sampling.seed or 0
         ids, sampling = self._sequence(prompt, sampling, completion)
@@ -249,7 +251,7 @@ class TextGenerator(LoadedModel):
             raise RequestError(f"stop = {quote(sampling.stop)} needs a tokenizer; stop_ids do not")
         ends = sorted(self._eos_ids() if eos_ids is None else eos_ids)
         own, count = delivery or Delivery(), sampling.n if sampling.beams == 1 else 1
-        account = self._meter.open(count) if sampling.profile else None
+        account = self._meter.open(count, began) if sampling.profile else None
         if account is not None:
             own = account.watch(own)
         try:

@@ -26,7 +26,7 @@ class OpCost:
 class Bill:
     """What one request cost, all of its samples and beams together.
 
-    The times add up to the wall time, from the submission of the request to its last token.
+    The times add up to the wall time, from the call that submits the request to its last token.
 
     Attributes:
         ops: the request's share of the ops of its steps, by op and format of its weights.
@@ -34,9 +34,10 @@ class Bill:
         host_ns: its share of the time between steps: scheduling, feeds, delivery of tokens.
         draft_ns: its share of the time in which its draft tokens were predicted.
         others_ns: the shares of the other requests that its steps computed, too.
+        prompt_ns: check and tokenization of its prompt.
         queue_ns: time in which it waited and steps did not compute it.
         preemption_ns: waiting after it had to give up its KV cache.
-        http_ns: on a server, parsing, chat template, tokenizing, and the making of the answer.
+        http_ns: on a server, parsing, chat template, and the making of the answer.
         tokens: tokens that were computed for it; those found in the cache do not count.
         recomputed_tokens: of these, tokens that were computed again after a preemption.
         steps: steps that computed it.
@@ -47,6 +48,7 @@ class Bill:
     host_ns: float = 0.0
     draft_ns: float = 0.0
     others_ns: float = 0.0
+    prompt_ns: float = 0.0
     queue_ns: float = 0.0
     preemption_ns: float = 0.0
     http_ns: float = 0.0
@@ -62,6 +64,7 @@ class Bill:
             "host": self.host_ns,
             "drafts": self.draft_ns,
             "other requests": self.others_ns,
+            "prompt": self.prompt_ns,
             "queue": self.queue_ns,
             "preemption": self.preemption_ns,
             "http": self.http_ns,

@@ -3,13 +3,15 @@
 Steps are recorded only while a request that asks for a bill has not ended. The time of a step is
 divided by the rules of `request_costs`. What the time of a request is charged to, in order:
 
+- the check and the tokenization of its prompt: ``prompt``;
 - from its submission to its first step: ``queue``;
 - each step that computes it: its own share of the ops, gaps and host time; the shares of the other
   requests of the step are ``other requests``;
 - the prediction of draft tokens before a step: ``drafts``, by the number of rows with drafts;
 - between two of its steps: host time, divided as the step after it; or ``queue`` if the engine ran
   other steps meanwhile; or ``preemption`` if it had to give up its blocks;
-- from its last step to its end: host time, divided as that step.
+- from its last step to its end: host time, divided as that step. The charging of the last steps is
+  part of it.
 
 The parts of each interval add up to the interval, so the rows add up to the wall time.
 """
@@ -47,12 +49,13 @@ class Account:
     Args:
         meter: records the steps.
         samples: number of generations of the request.
+        began: when the check of the request began, by `time.perf_counter_ns`.
     """
 
-    def __init__(self, meter: Meter, samples: int) -> None:
+    def __init__(self, meter: Meter, samples: int, began: int) -> None:
         self._meter, self._left = meter, samples
-        self._bill, self._closed = Bill(), Event()
         self._at = time.perf_counter_ns()  # up to which the time is charged
+        self._bill, self._closed = Bill(prompt_ns=self._at - began), Event()
         self._last, self._share = -1, 0.0  # number of the last own run, and share of its chunks
         self._preemptions = 0
         self._computed: dict[ActiveSequence, int] = {}  # where its tokens end
@@ -164,9 +167,12 @@ class Meter:
         self._charged = 0  # runs
         self._thread = 0  # that began the last step
 
-    def open(self, samples: int) -> Account:
-        """Begin the bill of a request; submit its generations next, see `Account.watch`."""
-        account = Account(self, samples)
+    def open(self, samples: int, began: int) -> Account:
+        """Begin the bill of a request; submit its generations next, see `Account.watch`.
+
+        For the arguments see `Account`.
+        """
+        account = Account(self, samples, began)
         with self._mutex:
             self._open.add(account)
             self._batcher.meter = self
@@ -188,7 +194,6 @@ class Meter:
         A request that another thread ends, because of an error or a cancellation, is not charged
         for the last steps, since the next one may be running.
         """
-        end = time.perf_counter_ns()
         try:
             if self._thread == get_ident():
                 self._charge()
@@ -197,7 +202,7 @@ class Meter:
                 self._open.discard(account)
                 if not self._open:
                     self._batcher.meter = None
-            account.finish(end)
+            account.finish(time.perf_counter_ns())
 
     # -- steps
     def begin_step(self, chunks: Sequence[Chunk]) -> None:

@@ -82,6 +82,24 @@ def test_bills_of_a_batch_share_the_time_of_its_steps(llm):
         assert bills[3].ops[name].flops == pytest.approx(op.flops, rel=0.02)
 
 
+def test_time_before_and_after_the_steps_is_charged(llm, monkeypatch):
+    """The tokenization of the prompt, and the charging of the last steps."""
+    slow_s = 0.03
+
+    def slowed(call):
+        def run(*args):
+            time.sleep(slow_s)
+            return call(*args)
+
+        return run
+
+    monkeypatch.setattr(llm, "_sequence", slowed(llm._sequence))
+    monkeypatch.setattr(llm._meter, "_charge", slowed(llm._meter._charge))
+    bill = llm.generate(prompt(0, 20), max_tokens=2, **ASK).bill
+    assert bill.prompt_ns >= 1e9 * slow_s
+    assert bill.host_ns + bill.others_ns >= 1e9 * slow_s
+
+
 def test_samples_and_beams_are_on_one_bill(llm):
     llm.engine.clear_cache()
     one = llm.generate(prompt(9, 30), max_tokens=6, n=3, **ASK)
@@ -151,8 +169,8 @@ def test_requests_without_bills_run_unrecorded(llm):
 def test_intervals_are_charged_to_their_causes():
     """Runs at known times, worked out by hand."""
     own, other = (ActiveSequence([1, 2, 3], 3) for _ in range(2))
-    account = Meter(Batcher(None, None)).open(1)
-    account._at = 0
+    account = Meter(Batcher(None, None)).open(1, 0)
+    account._at, account._bill.prompt_ns = 0, 30
 
     def charge(number: int, called: int, ends: list[int], returned: int, ns: float,
                start: int, alone: bool = False, preemptions: int = 0) -> None:  # fmt: skip
@@ -170,15 +188,17 @@ def test_intervals_are_charged_to_their_causes():
     bill = account.bill()
     assert bill.ops == {"op": OpCost(95, 28, 20)}
     assert bill.times == {"gaps": 10, "host": 50, "other requests": 10 + 60 + 15 + 30 + 10,
-                          "queue": 200, "preemption": 80, "http": 0, "drafts": 0}  # fmt: skip
-    assert bill.wall_ns == 560 and (bill.tokens, bill.recomputed_tokens, bill.steps) == (4, 1, 4)
+                          "prompt": 30, "queue": 200, "preemption": 80, "http": 0,
+                          "drafts": 0}  # fmt: skip
+    assert bill.wall_ns == 30 + 560
+    assert (bill.tokens, bill.recomputed_tokens, bill.steps) == (4, 1, 4)
 
 
 def test_rejected_drafts_are_not_recomputed_tokens():
     """Of three rows with drafts, one draft is accepted; then the blocks are lost."""
     origin = ActiveSequence([1, 2, 3], 3)
     copy = replace(origin, tokens=[1, 2, 3, 4, 9], origin=origin)
-    account = Meter(Batcher(None, None)).open(1)
+    account = Meter(Batcher(None, None)).open(1, 0)
     origin.tokens += [4, 5, 6]
 
     def charge(number: int, chunks: list[Chunk], preemptions: int) -> None:
@@ -199,8 +219,8 @@ def test_rejected_drafts_are_not_recomputed_tokens():
 def test_predictions_are_charged_to_the_rows_with_drafts():
     """Of 100 ns before a step, 60 predicted the drafts of 3 and 2 of its 6 rows."""
     own, other, plain = (ActiveSequence([1, 2, 3], 3) for _ in range(3))
-    account = Meter(Batcher(None, None)).open(1)
-    account._at = 0
+    account = Meter(Batcher(None, None)).open(1, 0)
+    account._at = account._bill.prompt_ns = 0
     for number, (called, predicting) in enumerate([(0, 0), (110, 60), (130, 60)]):
         drafted = [replace(each, origin=each) for each in [own] * 3 + [other] * 2]
         chunks = tuple(Chunk(each, 2, 3, True) for each in [*drafted, plain])
