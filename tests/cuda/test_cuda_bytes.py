@@ -80,6 +80,30 @@ def test_gated_units(kind, count):
     np.testing.assert_allclose(*found, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("rows", [1_504, 9_040])
+def test_gated_units_of_many_tokens(rows):
+    """Products of fp8 that are stored as f16 without scales: the largest possible sums, zeros, and
+    rows of tokens and weights of very different size."""
+    rng = np.random.default_rng(5)
+    w = {n: normal(rng, (rows, K)).astype(np.float32) for n in ("gate", "up")}
+    w["gate"][0], w["up"][1] = 1, 1e-6
+    x = rng.standard_normal((COUNT, K)).astype(np.float32)
+    x[1], x[2], x[3:6] = 1, 0, x[3:6] * [[1e-5], [1e2], [1e3]]
+    pair = {n: quantised(values, "fp8") for n, values in w.items()}
+
+    def build(x):
+        gate, up = (ops.linear(x, weight(n, (rows, K), "fp8")) for n in pair)
+        return ops.mul(ops.silu(gate), up)
+
+    executor, plan = compiled(build, pair, COUNT)
+    assert "gated" in [s.node.op for s in plan.steps]
+    found = executor.run(plan, {"x": x})["y"]
+    gate, up = (rounded(x, "fp8") @ v.dequantise().astype(np.float64).T for v in pair.values())
+    wanted = gate / (1 + np.exp(-np.clip(gate, -700, 700))) * up
+    error, size = np.abs(found - wanted).max(1), np.abs(wanted).max(1)
+    assert np.all(error <= 3e-3 * size)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", ROW_FORMATS)
 def test_results_do_not_depend_on_the_number_of_tokens(kind, deterministic):

@@ -27,6 +27,7 @@ from graphllm.backends.cuda.runtime import source
 from graphllm.errors import GraphllmError
 
 ARCHS = ("sm_75", "sm_80", "sm_90a")
+NEWEST = "gemm_bytes.cu", "gemm_halves.cu", "gated_e4m3.cu"  # for the last of these only
 # Bytes of local memory of a kernel: `finish` with bitmaps of allowed ids lacks two registers.
 ALLOWED = {("sampling.cu", "sm_75"): 24}
 
@@ -42,7 +43,7 @@ def targets(made: source.Module) -> tuple[str, ...]:
     if made.file.startswith("small_batch") and int(macros["TOKENS"]) > 16:
         fewer = (macros["TOKENS"], macros["STAGES"]) == ("32", "4") and "EIGHT_BITS" in macros
         return ARCHS[1:2] if fewer else ARCHS[2:]
-    if macros.get("WGMMA") == "1" or made.file in ("gemm_bytes.cu", "gemm_halves.cu"):
+    if macros.get("WGMMA") == "1" or made.file in NEWEST:
         return ARCHS[2:]
     if needs_tensor_cores(made):
         return ARCHS[1:]

@@ -13,7 +13,7 @@ from ... import ROWS, Options
 from .. import BACKEND
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.work import Launch, Work
-from . import linear_bytes, small_batch, small_batch_blocks
+from . import gated_e4m3, linear_bytes, small_batch, small_batch_blocks
 from .elementwise import ACTIVATIONS
 from .fused_norm import gated_halves, gated_unit, two_at_most
 from .gemm import PLAIN, Job, grouped_job, workspace_nbytes
@@ -95,12 +95,14 @@ def _gated_scratch(node: Tensor, options: Options) -> int:
 @_kernels("gated", when=_gated_when, layout={"x": ROWS}, scratch=_gated_scratch)
 def gated(ctx: KernelContext) -> list[Work]:
     """One kernel for one token, a small batch of halves, or bytes; else both linears, then the
-    product."""
+    product, see also gated_e4m3.py."""
     x, forms, meta = ctx.x, ctx.results, _linear_result(ctx.node, ctx.deterministic)
     act = ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]]
     size = aligned(meta.bound().nbytes)
     results = [OperandRef(ctx.scratch + i * size, meta, ctx.out.operand) for i in range(2)]
     jobs = [grouped_job(ctx, i, ref) for i, ref in enumerate(results)]
+    if can_fuse_gate(*jobs) and gated_e4m3.fits(ctx, jobs):
+        return gated_e4m3.gated_e4m3(ctx, jobs, forms, act, ctx.scratch)
     narrow = any(form.dtype.name in HALVES for form in forms)
     alone = ctx.upper_bound(meta.rows) == 1 and not ctx.deterministic
     one: Callable[[KernelContext, Sequence[Job], int], Launch] | None = None

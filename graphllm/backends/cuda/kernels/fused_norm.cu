@@ -1,44 +1,9 @@
 // Norms with a residual before or after them, and gated units, with optional quantization.
 
-#include "norm.cuh"
-#include "quantize_rows.cuh"
+#include "row_results.cuh"
 
 __device__ __forceinline__ const float* row_of(const u8* x, i64 stride) {
     return (const float*)(x + (i64)blockIdx.x * stride);
-}
-
-// Store the block's row to a target with one scale.
-template <int U>
-__device__ __forceinline__ void emit_scaled(const RowRegisters<U>& row, const Target& t, int width) {
-    u8* to = t.at + blockIdx.x * t.stride;
-    u32 most = 0;
-#pragma unroll
-    for (int u = 0; u < U; u++) most = larger(most, largest8(row.v + 8 * u));
-    const BlockScale scale = row_scale(t.block, most);
-    int sum = 0;
-#pragma unroll
-    for (int u = 0; u < U; u++) {
-        const int at = row.column(u);
-        if (at < width) sum += store_elements(t.block, row.v + 8 * u, scale, to + at);
-    }
-    store_tail(t.block, scale, sum, to, width);
-}
-
-template <int U>
-__device__ __forceinline__ void emit_row(const RowRegisters<U>& row, const Targets& targets, int width) {
-#pragma unroll 1
-    for (int i = 0; i < targets.count; i++) {
-        const Target t = i ? targets.t[1] : targets.t[0];
-        if (has_row_scale(t.block)) {
-            emit_scaled(row, t, width);
-            continue;
-        }
-#pragma unroll
-        for (int u = 0; u < U; u++) {
-            const int first = RowRegisters<U>::unit(u);
-            if (first < width) emit_to<8>(row.v + 8 * u, t, blockIdx.x, 0, first, width);
-        }
-    }
 }
 
 // norm(h), quantized. A block computes one row, here and below.

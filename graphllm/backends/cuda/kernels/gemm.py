@@ -92,7 +92,7 @@ def gemms(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Work]
             continue
         size = _dequantized_nbytes(job.rows, job.depth)
         if at + size > workspace + _TILE:
-            work += _multiply(ctx, job.x, ready)
+            work += multiply(ctx, job.x, ready)
             ready, at = [], workspace
         if size > _TILE:
             work += _in_tiles(ctx, job, workspace)
@@ -100,7 +100,7 @@ def gemms(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Work]
         work.append(_dequantize(job, 0, job.rows, at))
         ready.append(_product(job, at))
         at += size
-    return work + _multiply(ctx, jobs[0].x, ready)
+    return work + multiply(ctx, jobs[0].x, ready)
 
 
 def _product(job: Job, w: int, first: int = 0, count: int = 0) -> cublaslt.Matmul:
@@ -115,7 +115,7 @@ def _product(job: Job, w: int, first: int = 0, count: int = 0) -> cublaslt.Matmu
     )  # fmt: skip
 
 
-def _multiply(ctx: KernelContext, x: OperandRef, products: Sequence[cublaslt.Matmul]) -> list[Work]:
+def multiply(ctx: KernelContext, x: OperandRef, products: Sequence[cublaslt.Matmul]) -> list[Work]:
     """The products in order; two adjacent ones of one shape are batched."""
     work: list[Work] = []
     left = list(products)

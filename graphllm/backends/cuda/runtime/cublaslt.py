@@ -12,8 +12,10 @@ from ....errors import GraphllmError
 from ....graph.dtype import BF16, F16, F32, DType
 from .device import CudaDevice
 
+E4M3 = DType("e4m3", 1, 1)  # elements of factors
+
 # Values of enumerations: cudaDataType, then those of cublasLt.h.
-_CUDA_DTYPES = {F32.name: 0, F16.name: 2, BF16.name: 14}
+_CUDA_DTYPES = {F32.name: 0, F16.name: 2, BF16.name: 14, E4M3.name: 28}
 _R_32F, _COMPUTE_32F, _OP_T, _EPILOGUE_BIAS = 0, 68, 1, 4
 _DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS = 3, 7, 8
 _LAYOUT_BATCH, _LAYOUT_BATCH_STRIDE = 5, 6
@@ -24,7 +26,8 @@ _INT, _INT64, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 @dataclass(frozen=True)
 class Matmul:
-    """y = x w^T + bias + residual: dense w [rows, depth], x [T, depth], residual and y [T, rows].
+    """y = scale x w^T + bias + residual: dense w [rows, depth], x [T, depth], residual and y
+    [T, rows].
 
     Operands are device addresses (0: none); strides are bytes from one row to the next. x and w are
     of ``dtype``, y, bias and residual of ``out_dtype``. ``batch`` products of one x are
@@ -44,6 +47,7 @@ class Matmul:
     bias: int = 0
     residual: int = 0
     residual_stride: int = 0
+    scale: float = 1.0
     batch: int = 1
     w_batch_stride: int = 0
     y_batch_stride: int = 0
@@ -116,7 +120,7 @@ class CublasLt:
         if p.bias:
             self._set("MatmulDesc", plan.task, _DESC_BIAS, ctypes.c_uint64(p.bias))
         self._check("product", p, self._lib.cublasLtMatmul(
-            self._handle, plan.task, byref(self._one), p.w, plan.w, p.x, plan.x,
+            self._handle, plan.task, byref(ctypes.c_float(p.scale)), p.w, plan.w, p.x, plan.x,
             byref(self._one if p.residual else self._zero), p.residual or p.y, plan.residual,
             p.y, plan.y, byref(plan.found.algorithm), self._workspace.address, _WORKSPACE,
             self._stream,
