@@ -13,13 +13,16 @@ from graphllm.graph.dtype import dtype
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_shapes_fit_the_kernel(name):
     for integer in (False, True)[: 1 + (name in INTEGER_BLOCKS)]:
-        for k in (32, 96, 256, 4096, 8192, 8224, 14336):
+        for k in (32, 96, 256, 800, 4096, 8192, 8224, 14336):
             for gated in (False, True):
                 shape = gemv_shapes.shape(name, integer, k, gated)
                 assert not shape.staged or (integer and dtype(name).block in (32, 256))
                 assert not (shape.split and gated)
                 assert shape.warps % 2 == 0 and (shape.warps >= 4 or not shape.split)
                 assert shape.resident * shape.warps * 32 <= 2048
+                grouped = shape.lanes < 32
+                assert not grouped or (dtype(name).block <= 32 and not shape.split)
+                assert shape.rows * (1 + gated) <= shape.lanes
 
 
 def test_several_tokens_use_no_options_for_one():

@@ -123,7 +123,7 @@ def test_gated_units_do_not_depend_on_the_number_of_tokens(kind):
 
 
 # A depth for each shape of gemv_shapes.py, for blocks of 32 and of 256.
-DEPTHS = {32: (96, 512, 8192, 8224), 256: (512, 8192, 8448)}
+DEPTHS = {32: (96, 640, 896, 2048, 8192, 8224), 256: (512, 8192, 8448)}
 ROWS = (1, 37)  # the last block has warps without a row
 
 

@@ -166,13 +166,14 @@ __device__ __forceinline__ int warp_sum(int x) {
 #endif
 }
 
-// Sums of COUNT (a power of two) values over a warp; lane l gets number l / (32 / COUNT). Adds in the
-// order of warp_sum, with a few shuffles more than for one value.
-template <int COUNT, class T> __device__ __forceinline__ T warp_sums(const T* values, int lane) {
+// Sums of COUNT values over each LANES lanes of a warp (powers of two); lane l of these gets number
+// l / (LANES / COUNT). Adds in the order of warp_sum, with a few shuffles more than for one value.
+template <int COUNT, int LANES = WARP, class T>
+__device__ __forceinline__ T warp_sums(const T* values, int lane) {
     T v[COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; i++) v[i] = values[i];
-    int o = 16;
+    int o = LANES / 2;
 #pragma unroll
     for (int n = COUNT / 2; n; n /= 2, o /= 2)
 #pragma unroll
@@ -182,7 +183,7 @@ template <int COUNT, class T> __device__ __forceinline__ T warp_sums(const T* va
             v[i] = keep + __shfl_xor_sync(FULL, send, o);
         }
 #pragma unroll
-    for (int rest = 16 / COUNT; rest; rest /= 2) v[0] += __shfl_xor_sync(FULL, v[0], rest);
+    for (int rest = LANES / 2 / COUNT; rest; rest /= 2) v[0] += __shfl_xor_sync(FULL, v[0], rest);
     return v[0];
 }
 

@@ -176,7 +176,7 @@ struct RowPlace {
 };
 
 // The activations for an item. `place(row, k, j)` is where those of item j of a row of depth k are, and
-// `advance(p, n)` moves to the item 32 n items later.
+// `advance(p, n)` moves to the item n items later, as `advance` of formats.cuh does.
 #if !INTEGER
 template <class W, class VALUES = typename W::Values> struct Activations {
     const u8* row;
@@ -184,7 +184,7 @@ template <class W, class VALUES = typename W::Values> struct Activations {
     __device__ static __forceinline__ RowPlace place(const u8* row, int k, int j) {
         return {row, row, row, j};
     }
-    __device__ static __forceinline__ void advance(RowPlace& p, int n) { p.j += WARP * n; }
+    __device__ static __forceinline__ void advance(RowPlace& p, int n) { p.j += n; }
     __device__ __forceinline__ void load(const RowPlace& p, bool aligned) { row = p.x, j = p.j; }
 };
 
@@ -198,7 +198,7 @@ template <class W, int COUNT> struct Activations<W, Floats<COUNT>> {
     __device__ static __forceinline__ RowPlace place(const u8* row, int k, int j) {
         return {row + SIZE * COUNT * j, row, row, j};
     }
-    __device__ static __forceinline__ void advance(RowPlace& p, int n) { p.x += SIZE * COUNT * WARP * n; }
+    __device__ static __forceinline__ void advance(RowPlace& p, int n) { p.x += SIZE * COUNT * n; }
     __device__ __forceinline__ void load(const RowPlace& p, bool aligned) {
 #pragma unroll
         for (int e = 0; e < COUNT; e += 4) x[e / 4] = floats4(p.x, e);
@@ -235,8 +235,8 @@ template <class W> struct Activations {
         return {row + first, scales + first / W::BLOCK * 4, all + first / 8, j};
     }
     __device__ static __forceinline__ void advance(RowPlace& p, int n) {
-        constexpr int SPAN = WARP * W::ITEM;  // elements
-        p.x += SPAN * n, p.d += SPAN / W::BLOCK * 4 * n, p.sums += SPAN / 8 * n;
+        const int elements = W::ITEM * n;
+        p.x += elements, p.d += elements / W::BLOCK * 4, p.sums += elements / 8;
     }
     // Parts have the same distance in all items.
     __device__ __forceinline__ void load(const RowPlace& p, bool aligned) {
@@ -259,7 +259,7 @@ template <> struct Activations<W8A8> {
     __device__ static __forceinline__ RowPlace place(const u8* row, int k, int j) {
         return {row + 16 * j, row, row, j};
     }
-    __device__ static __forceinline__ void advance(RowPlace& p, int n) { p.x += 16 * WARP * n; }
+    __device__ static __forceinline__ void advance(RowPlace& p, int n) { p.x += 16 * n; }
     __device__ __forceinline__ void load(const RowPlace& p, bool aligned) { x = bytes16(p.x, aligned); }
 };
 

@@ -51,7 +51,7 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
                     for (int r = 0; r < ROWS; r++) {
 #if POINTERS
                         Planes p = next[s][r];
-                        advance<FORMAT>(p, d);
+                        advance<FORMAT>(p, WARP * d);
                         w[s][d][r].load(p);
 #else
                         w[s][d][r].load(FORMAT::item(s ? e.up : e.w, first[r] + (at - lane + WARP * d)));
@@ -61,7 +61,7 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
 #pragma unroll
         for (int s = 0; s < STREAMS; s++)
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) advance<FORMAT>(next[s][r], DEPTH);
+            for (int r = 0; r < ROWS; r++) advance<FORMAT>(next[s][r], WARP * DEPTH);
 #endif
     };
     if (there) load(lane);
@@ -89,14 +89,14 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
             if (j >= items) break;
             Row a;
             RowPlace p = place_x;
-            Row::advance(p, d);
+            Row::advance(p, WARP * d);
             a.load(p, ALIGNED);
 #pragma unroll
             for (int s = 0; s < STREAMS; s++)
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) sums[s][r] += product(w[s][d][r], lane, a);
         }
-        Row::advance(place_x, DEPTH);
+        Row::advance(place_x, WARP * DEPTH);
     }
     // Every lane gets one of the sums, so that a warp's rows are finished together.
     constexpr int EACH = ROWS == 3 ? 4 : ROWS, SUMS = STREAMS * EACH, LANES = WARP / SUMS;

@@ -26,10 +26,9 @@ struct Planes {
     const u8 *a, *b, *c, *d;
 };
 
-// Move from an item to the one 32 * n items later. A warp's blocks are whole, so that this takes no
-// divisions.
+// Move from an item to the one n items later, a constant for which blocks are whole.
 template <class W> __device__ __forceinline__ void advance(Planes& p, int n) {
-    p.a += 512 * n, p.b += W::STEPS[0] * n, p.c += W::STEPS[1] * n, p.d += W::STEPS[2] * n;
+    p.a += 16 * n, p.b += W::STEPS[0] * n / WARP, p.c += W::STEPS[1] * n / WARP, p.d += W::STEPS[2] * n / WARP;
 }
 
 template <int PARTS> struct Unpacked {

@@ -48,5 +48,5 @@ struct FP8_128 : FP8 {
 };
 
 template <> __device__ __forceinline__ void advance<FP8_128>(Planes& p, int n) {
-    p.a += 512 * n, p.b += (i64)(16 * n) * number(p.d);  // 32 items are four groups
+    p.a += 16 * n, p.b += (i64)(n / 2) * number(p.d);  // 8 items are a group of 4 bytes a row
 }

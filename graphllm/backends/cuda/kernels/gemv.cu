@@ -6,9 +6,10 @@
 // start; 0: at once, 1: after the first weight loads, 2: at the end. WARPS: warps of a block. RESIDENT:
 // blocks that must fit into the registers of a multiprocessor.
 //
-// For one token only: SHARED_BY: warps that share the depth of a row. AHEAD: request the next items
-// before multiplying the current ones. STAGED: copy the activations (int8) to shared memory, where
-// reading them does not queue behind weight loads.
+// For one token only: ROW_LANES: lanes that share a row; if fewer than 32, a warp takes ROWS rows for each
+// group of them, so that all lanes have items of a shallow matrix. SHARED_BY: warps that share the depth of
+// a row. AHEAD: request the next items before multiplying the current ones. STAGED: copy the activations
+// (int8) to shared memory, where reading them does not queue behind weight loads.
 
 #define LONE (TOKENS == 1)
 // Whether pointers to the next items are kept, instead of indexes: a third fewer instructions for int8
@@ -25,21 +26,25 @@
 #define BOUNDS
 #endif
 #define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads
+static_assert(ROW_LANES == WARP || SHARED_BY == 1, "groups of lanes share no rows");
 
 // y = x w^T for up to three matrices of one format and depth k, whose rows are numbered consecutively.
 extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* live, int k,
                                          Matrices all, int act TIMESTAMPS) {
     RECORD_TIMESTAMPS
     if (NEXT == 0) launch_next();
-    const int items = k / FORMAT::ITEM, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int start = lane + WARP * DEPTH * (warp % SHARED_BY);
-    int place = (int)(blockIdx.x * (WARPS / SHARED_BY) + warp / SHARED_BY) * ROWS, row = place;
+    constexpr int GROUPS = WARP / ROW_LANES;  // of lanes, numbered like warps
+    const int items = k / FORMAT::ITEM, lane = threadIdx.x % ROW_LANES, warp = threadIdx.x / ROW_LANES;
+    const int start = lane + ROW_LANES * DEPTH * (warp % SHARED_BY);
+    int place = (int)(blockIdx.x * (WARPS * GROUPS / SHARED_BY) + warp / SHARED_BY) * ROWS, row = place;
     Matrix m = all.m[0];
     if (!GATED) find_matrix<ROWS>(all, row, m);
-    const bool idle = row >= m.rows;
+    bool idle = row >= m.rows;
+    if (GROUPS > 1 && idle) row = 0, m = all.m[0];  // results are not stored
+    if (GROUPS > 1) idle = __all_sync(FULL, idle);
     if (idle && !STAGED) return;
     FORMAT w[AHEAD + 1][STREAMS][DEPTH][ROWS];
-    constexpr int STEP = WARP * DEPTH * SHARED_BY;
+    constexpr int STEP = ROW_LANES * DEPTH * SHARED_BY;
 #if POINTERS
     Planes next[STREAMS][ROWS];  // of the items to load next
 #pragma unroll
@@ -53,17 +58,17 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
     auto load = [&](FORMAT (&to)[STREAMS][DEPTH][ROWS], int at) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++)
-            if (at + WARP * d < items)
+            if (at + ROW_LANES * d < items)
 #pragma unroll
                 for (int s = 0; s < STREAMS; s++)
 #pragma unroll
                     for (int r = 0; r < ROWS; r++) {
 #if POINTERS
                         Planes p = next[s][r];
-                        advance<FORMAT>(p, d);
+                        advance<FORMAT>(p, ROW_LANES * d);
                         to[s][d][r].load(p);
 #else
-                        size_t i = (size_t)min(row + r, (int)m.rows - 1) * items + at + WARP * d;
+                        size_t i = (size_t)min(row + r, (int)m.rows - 1) * items + at + ROW_LANES * d;
                         to[s][d][r].load(FORMAT::item(s ? all.m[1].w : m.w, i));
 #endif
                     }
@@ -71,7 +76,7 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
 #pragma unroll
         for (int s = 0; s < STREAMS; s++)
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) advance<FORMAT>(next[s][r], STEP / WARP);
+            for (int r = 0; r < ROWS; r++) advance<FORMAT>(next[s][r], STEP);
 #endif
     };
     if (!idle) load(w[0], start);  // weights do not depend on previous kernels
@@ -100,11 +105,11 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
     auto load_activations = [&](int at) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
-            RowPlace p = POINTERS ? place_x : Row::place(lone, k, at + WARP * d);
-            if (POINTERS) Row::advance(p, d);
-            if (at + WARP * d < items) a[d].load(p, aligned);
+            RowPlace p = POINTERS ? place_x : Row::place(lone, k, at + ROW_LANES * d);
+            if (POINTERS) Row::advance(p, ROW_LANES * d);
+            if (at + ROW_LANES * d < items) a[d].load(p, aligned);
         }
-        if (POINTERS) Row::advance(place_x, STEP / WARP);
+        if (POINTERS) Row::advance(place_x, STEP);
     };
 #else
     auto load_activations = [](int at) {};
@@ -112,7 +117,7 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
     auto multiply = [&](const FORMAT (&by)[STREAMS][DEPTH][ROWS], int at) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
-            int j = at + WARP * d;
+            int j = at + ROW_LANES * d;
             if (j >= items) break;
 #pragma unroll
             for (int s = 0; s < STREAMS; s++)
@@ -149,12 +154,12 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
     }
 #if LONE
     // Every lane gets one of the sums, so that a warp's rows are finished together.
-    constexpr int SUMS = STREAMS * ROWS, LANES = WARP / SUMS;  // lanes with the same sum
-    const int mine = lane / LANES, r = mine % ROWS;
-    Sum total = warp_sums<SUMS>(&sums[0][0][0], lane);
+    constexpr int SUMS = STREAMS * ROWS, EACH = ROW_LANES / SUMS;  // lanes with the same sum
+    const int mine = lane / EACH, r = mine % ROWS;
+    Sum total = warp_sums<SUMS, ROW_LANES>(&sums[0][0][0], lane);
 #if SHARED_BY > 1
     __shared__ Sum parts[WARPS][SUMS];
-    if (lane % LANES == 0) parts[warp][mine] = total;
+    if (lane % EACH == 0) parts[warp][mine] = total;
     __syncthreads();
     if (warp % SHARED_BY) return;
 #pragma unroll
@@ -162,14 +167,14 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
 #endif
 #if GATED
     const Matrix& up = all.m[1];
-    const Sum second = __shfl_down_sync(FULL, total, WARP / 2);
-    if (lane % LANES || lane >= WARP / 2 || row + r >= m.rows) return;
+    const Sum second = __shfl_down_sync(FULL, total, ROW_LANES / 2);
+    if (lane % EACH || lane >= ROW_LANES / 2 || place + r >= m.rows) return;
     float sum = scaled(total, m.w, row + r, x, k), other = scaled(second, up.w, row + r, x, k);
     if (m.bias) sum += m.bias[row + r];
     if (up.bias) other += up.bias[row + r];
     ((float*)(m.y + first * m.y_stride))[row + r] = activate(act, sum) * other;
 #else
-    if (lane % LANES) return;
+    if (lane % EACH) return;
     asm volatile("" : "+r"(place));  // find the matrix again: keeping its fields would take 20 registers
     row = place, m = all.m[0];
     find_matrix<ROWS>(all, row, m);

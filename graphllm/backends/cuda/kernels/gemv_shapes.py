@@ -1,7 +1,7 @@
 """How gemv.cu divides a matrix among warps, by format: the fastest shapes measured on an H200.
 
-Those for one token were measured in decode steps of a Mistral-7B; docs/design/cuda.md has the
-results.
+Those for one token were measured in decode steps of Mistral-7B, those for shallow matrices also in
+smaller models; docs/design/cuda.md has the results.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from ....graph.dtype import dtype
 from .gemm import PLAIN
 
-_DEEP = 8192  # depth from which on a warp takes several iterations for a row
-_LEAST = 4096  # depth below which some formats have shapes of their own
 _BUSY = 20  # warps that keep a multiprocessor busy
-DEPTHS = (0, _LEAST, _DEEP)  # includes a depth for each shape of every format
 
 
 @dataclass(frozen=True)
@@ -22,6 +19,7 @@ class Shape:
     """Values of the macros of gemv.cu, by their names in lower case.
 
     ``split``: warps of a multiprocessor below which several warps share a row (SHARED_BY).
+    ``lanes``: ROW_LANES.
     """
 
     rows: int
@@ -32,30 +30,37 @@ class Shape:
     staged: bool = False
     resident: int = 1
     split: int = 0
+    lanes: int = 32
 
 
-_GATED, _GATED_SHALLOW = "gated", "gated shallow"
-_SHALLOWEST, _SHALLOW, _DEEPER = "shallowest", "shallow", "deep"
+_ANY = 1 << 31  # more than any depth
 _SAME = {"bf16": "f16", "w8a8": "q8_0"}  # formats that have the shapes of another one
-_LESS_DEEP = {_GATED: _GATED_SHALLOW, _SHALLOW: _SHALLOWEST}
-_SHAPES = {
-    ("f16", _GATED): Shape(2, 1, 2, ahead=True),
-    ("f16", _GATED_SHALLOW): Shape(4, 1, 1, ahead=True),
-    ("f16", _SHALLOW): Shape(4, 1, 1, split=_BUSY),
-    ("q8_0", _GATED): Shape(1, 4, 1, staged=True),
-    ("q8_0", _SHALLOWEST): Shape(1, 2, 1, split=_BUSY),
-    ("q8_0", _SHALLOW): Shape(1, 4, 1, split=_BUSY),
-    ("q8_0", _DEEPER): Shape(2, 4, 1, warps=8, staged=True),
-    ("q4_0", _GATED): Shape(2, 1, 1, staged=True),
-    ("q4_0", _SHALLOW): Shape(2, 2, 1),
-    ("q4_0", _DEEPER): Shape(1, 2, 1, ahead=True),
-    ("q4_k", _GATED): Shape(2, 1, 1, staged=True),
-    ("q4_k", _SHALLOW): Shape(2, 2, 0, staged=True, split=12),
-    ("q4_k", _DEEPER): Shape(2, 2, 0, warps=8, staged=True),
-    ("q6_k", _SHALLOWEST): Shape(2, 2, 1),
-    ("q6_k", _SHALLOW): Shape(2, 1, 1, ahead=True, split=_BUSY),
-    ("q6_k", _DEEPER): Shape(2, 2, 1, warps=8),
+_SHAPES: dict[tuple[str, bool], dict[int, Shape]] = {  # by (format, gated), then below which depth
+    ("f16", True): {4096: Shape(4, 1, 1, ahead=True), _ANY: Shape(2, 1, 2, ahead=True)},
+    ("f16", False): {8192: Shape(4, 1, 1, split=_BUSY)},
+    ("q8_0", True): {_ANY: Shape(1, 4, 1, staged=True)},
+    ("q8_0", False): {
+        800: Shape(2, 3, 1, lanes=16),
+        1024: Shape(2, 4, 1, lanes=16),
+        4096: Shape(1, 2, 1, split=_BUSY),
+        8192: Shape(1, 4, 1, split=_BUSY),
+        _ANY: Shape(2, 4, 1, warps=8, staged=True),
+    },
+    ("q4_0", True): {_ANY: Shape(2, 1, 1, staged=True)},
+    ("q4_0", False): {8192: Shape(2, 2, 1), _ANY: Shape(1, 2, 1, ahead=True)},
+    ("q5_0", True): {1024: Shape(1, 1, 1)},
+    ("q4_k", True): {_ANY: Shape(2, 1, 1, staged=True)},
+    ("q4_k", False): {
+        8192: Shape(2, 2, 0, staged=True, split=12),
+        _ANY: Shape(2, 2, 0, warps=8, staged=True),
+    },
+    ("q6_k", False): {
+        4096: Shape(2, 2, 1),
+        8192: Shape(2, 1, 1, ahead=True, split=_BUSY),
+        _ANY: Shape(2, 2, 1, warps=8),
+    },
 }
+DEPTHS = (0, *sorted({end for ends in _SHAPES.values() for end in ends} - {_ANY}))  # of all shapes
 
 
 def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Shape:
@@ -76,10 +81,8 @@ def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Sha
     )
     if not integer and name not in ("f16", "bf16"):
         return default
-    same = _SAME.get(name, name)
-    kind = _GATED if gated else _DEEPER if k >= _DEEP else _SHALLOW
-    kinds = (_LESS_DEEP.get(kind, kind), kind) if k < _LEAST else (kind,)
-    return next((_SHAPES[same, each] for each in kinds if (same, each) in _SHAPES), default)
+    shapes = _SHAPES.get((_SAME.get(name, name), gated), {})
+    return next((found for end, found in shapes.items() if k < end), default)
 
 
 def default_next(name: str) -> int:

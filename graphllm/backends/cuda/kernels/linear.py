@@ -56,6 +56,7 @@ def _gemv_kernel(
         "gemv", FORMAT=name.upper(), INTEGER=int(integer), TOKENS=tokens, ROWS=shape.rows,
         DEPTH=shape.depth, GATED=int(gated), NEXT=shape.next, SHARED_BY=shared, WARPS=shape.warps,
         AHEAD=int(shape.ahead), STAGED=int(shape.staged), RESIDENT=shape.resident,
+        ROW_LANES=shape.lanes,
     )  # fmt: skip
     return made["gemv"]
 
@@ -105,7 +106,7 @@ def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
     shared = _warps_per_row(groups, items, shape, ctx) if shape.split else 1
     kernel = _gemv_kernel(name, x.dtype != F32, shape, tokens, gated, shared)
     args.append(act)
-    grid = (ceil(groups, shape.warps // shared), ceil(most, tokens))
+    grid = (ceil(groups, shape.warps * 32 // shape.lanes // shared), ceil(most, tokens))
     staged = x.dtype.row_nbytes(k) if shape.staged else 0
     return Launch(kernel, grid, (32 * shape.warps,), args, staged, prefetches=weights)
 
