@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from copy import deepcopy
 
 import hf_models
 import numpy as np
 import pytest
 from cuda_cases import DEVICES, need_device
-from doc_examples import DOCS
 from safetensors.numpy import load_file, save_file
-from translation_tokenizers import from_transformers, marian
-from typer.testing import CliRunner
+from translation_tokenizers import from_transformers
 
 import graphllm
-from graphllm import tokenizer
-from graphllm.cli import app
 from graphllm.errors import ConfigError, ModelFileError, NumericError, RequestError
 from graphllm.model.batch import source_length, source_tokens
 
@@ -382,33 +376,3 @@ def test_wrong_files(name, file, change, error, tmp_path):
     (tmp_path / file).write_text(json.dumps({**content, **change}))
     with pytest.raises((ConfigError, ModelFileError), match=error):
         load(tmp_path)
-
-
-@pytest.fixture
-def translators(tmp_path, monkeypatch):
-    """The directories of docs/encoders.md in the working directory, with models of a tiny size."""
-    monkeypatch.chdir(tmp_path)
-    for folder, name in (("opus-mt-en-de", "marian"), ("nllb", "m2m_100")):
-        path = tmp_path / folder
-        path.mkdir()
-        if name == "marian":
-            marian(path)
-            vocab = len(json.loads((path / "vocab.json").read_text()))
-        else:
-            from_transformers(path, "NllbTokenizer")
-            vocab = tokenizer.from_directory(path).vocab_size
-        write(path, name, vocab_size=vocab)
-
-
-def test_the_commands_and_the_code_of_the_page(translators, capsys):
-    page = (DOCS / "encoders.md").read_text("utf-8").split("\n## Translation")[1].split("\n## ")[0]
-    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(code[1], {})
-    found = capsys.readouterr().out.splitlines()
-    assert len(found) == 3 and all(float(line.split()[0]) < 0 for line in found[1:])
-    commands = re.search(r"```\n(graphllm run.*?)```", page, re.DOTALL)[1].splitlines()
-    for command in commands:
-        done = CliRunner().invoke(app, shlex.split(command)[1:])
-        assert done.exit_code == 0 and "station" not in done.stdout, done.output
-    wrong = CliRunner().invoke(app, shlex.split(commands[1].replace("fra_Latn", "fra"))[1:])
-    assert "target_lang = 'fra' is not one of" in str(wrong.exception)
