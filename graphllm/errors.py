@@ -75,6 +75,20 @@ class RequestError(GraphllmError):
     """An argument or a generation request has an invalid value. The text names the parameter."""
 
 
+class ContextExceeded(RequestError):
+    """A prompt has more tokens than the context."""
+
+    def __init__(self, tokens: int, context: int) -> None:
+        """Explain the error.
+
+        Args:
+            tokens: number of tokens of the prompt.
+            context: number of tokens that the context holds.
+        """
+        super().__init__(f"the prompt has {tokens} tokens, the context holds {context}", "context")
+        self.tokens, self.context = tokens, context
+
+
 class OutOfMemory(RequestError):
     """A memory has too little room.
 

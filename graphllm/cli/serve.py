@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import RequestError
 from ..progress import progress_line
 from ..terminal import escape_control, note
 from .declarations import Option, verb
 from .options import GenerationLoadOptions, read_text
+from .request_defaults import RequestDefaults
 from .served_models import ServedModels
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class ObservationOptions:
 def serve(
     models: ServedModels,
     load_options: GenerationLoadOptions,
+    defaults: RequestDefaults,
     observation: ObservationOptions,
     host: Annotated[str, Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Option("--port", help="Port; 0 chooses a free one.")] = 8080,
@@ -120,11 +122,12 @@ def serve(
         raise RequestError("--port, --max-body and --shutdown-timeout must be at least 0")
     keys = _keys(api_key or [], api_key_file)
     models.check(load_options, observation.record is not None)
+    settings = defaults.settings()
     from ..server.run_server import Server, bind, bind_unix
 
     # Before a model is loaded, which takes longer.
     with bind(host, port) if unix_socket is None else bind_unix(unix_socket) as bound:
-        app, close = _application(models, load_options, observation, keys, max_body)
+        app, close = _application(models, load_options, observation, keys, max_body, settings)
         where = _address(bound, bool(keys))
         listed = escape_control(", ".join(models.names))
         line = f"{listed} {'are' if models.others else 'is'} served at {where}"
@@ -145,7 +148,7 @@ def _address(bound: socket.socket, has_keys: bool) -> str:
 
 def _application(
     models: ServedModels, options: GenerationLoadOptions, observation: ObservationOptions,
-    keys: list[str], max_body: int,
+    keys: list[str], max_body: int, defaults: dict[str, Any],
 ) -> tuple[ASGIApp, Callable[[], None]]:  # fmt: skip
     """Return the application of the models, and what closes them."""
     if models.others:
@@ -153,7 +156,7 @@ def _application(
 
         router = ModelRouter(
             models.sources(options), keys, max_body, observation.profile, models.budget,
-            models.load_timeout,
+            models.load_timeout, defaults,
         )  # fmt: skip
         if models.model is not None:
             with progress_line() as show:
@@ -164,7 +167,10 @@ def _application(
     assert models.model is not None
     llm = models.load(models.model, options)
     recording = observation.recording(models.model, options, llm)
-    app = create_app(llm, models.names[0], keys, max_body, observation.profile, recording)
+    app = create_app(
+        llm, models.names[0], keys, max_body, observation.profile, recording, models.aliases,
+        defaults,
+    )  # fmt: skip
 
     def close() -> None:
         llm.close()

@@ -38,8 +38,13 @@ class ServedModels:
         ),
     ] = None
     alias: Annotated[
-        str | None,
-        Option("--alias", help="Name of MODEL in the API; its file name by default."),
+        list[str] | None,
+        Option(
+            "--alias",
+            help="Name of MODEL in the API, its file name by default; may be repeated: requests "
+            "may use each name, answers have the first one.",
+            show_default=False,
+        ),
     ] = None
     memory: Annotated[
         str | None,
@@ -64,8 +69,13 @@ class ServedModels:
     @property
     def names(self) -> list[str]:
         """Names of the models in the API."""
-        first = [] if self.model is None else [self.alias or _name(self.model)]
+        first = [] if self.model is None else [(self.alias or [_name(self.model)])[0]]
         return [*first, *(each.partition("=")[0] for each in self.others or [])]
+
+    @property
+    def aliases(self) -> list[str]:
+        """Further names of the first model."""
+        return (self.alias or [])[1:]
 
     @property
     def budget(self) -> int | None:
@@ -97,6 +107,7 @@ class ServedModels:
             _check_exists(path)
         one = {
             "--chat-template": self.chat_template is not None,
+            "a second --alias": len(self.aliases) > 0,
             "--model-def": options.model_def is not None,
             "--draft": options.draft is not None,
             "--record": records,

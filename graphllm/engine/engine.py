@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..compiler.plan import Plan
-from ..errors import GraphError, RequestError
+from ..errors import ContextExceeded, GraphError, RequestError
 from ..graph.rewrite import toposort
 from ..graph.scopes import record_scope_values
 from ..model.decoder import Batch, Decoder, Limits
@@ -192,10 +192,7 @@ class Engine:
         if not tokens:
             raise RequestError("the prompt is empty")
         if len(tokens) > self.limits.context:
-            raise RequestError(
-                f"the prompt has {len(tokens)} tokens, the context holds {self.limits.context}",
-                "context",
-            )
+            raise ContextExceeded(len(tokens), self.limits.context)
         prefix = self._bidirectional_prefix(tokens)
         if sample_index:  # the first sample has those of the prompt
             sampling = replace(sampling, prompt_logprobs=None)

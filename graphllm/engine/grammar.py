@@ -25,6 +25,7 @@ from .sequence import ActiveSequence
 
 try:
     import llguidance
+    from llguidance.gbnf_to_lark import gbnf_to_lark
     from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 except ImportError:
     raise RequestError(
@@ -33,6 +34,7 @@ except ImportError:
     ) from None
 
 MAX_CHARS = 1 << 17  # of a grammar
+MAX_GBNF_CHARS = 1 << 14  # of one that llguidance converts in Python
 _MAX_COMPILED = 32  # grammars that a vocabulary keeps
 _MAX_THREADS = 8  # that compute masks
 _ERROR_CHARS = 300
@@ -54,6 +56,22 @@ def json_schema_text(name: str, value: Any) -> str:
         return json.dumps(dict(found), allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         raise invalid_argument(name, value, what) from None
+
+
+def lark_from_gbnf(name: str, value: str) -> str:
+    """Return a grammar in llama.cpp's GBNF as one in llguidance's variant of Lark.
+
+    RequestError: argument ``name`` is malformed or too long.
+    """
+    if len(value) > MAX_GBNF_CHARS:
+        raise invalid_argument(name, value, f"a grammar of at most {MAX_GBNF_CHARS} characters")
+    try:
+        return gbnf_to_lark(value)
+    except RecursionError:
+        raise RequestError(f"{name} is too deeply nested", name) from None
+    except Exception as error:  # llguidance's parser raises several kinds
+        reason = " ".join(str(error).split())[:_ERROR_CHARS]
+        raise RequestError(f"{name} is no valid GBNF grammar: {reason}", name) from None
 
 
 class GrammarState:

@@ -10,12 +10,14 @@ from typing import Any
 from ..engine.completion import Completion
 from ..engine.step_result import TokenLogprobs
 from ..tokenizer import Tokenizer
+from ..version import __version__
 from .chat_text import ChatText
 from .errors import ApiError
 from .json_data import json_bytes, json_logprob
 
 Object = dict[str, Any]
 Piece = tuple[int, str, Sequence[TokenLogprobs]]  # number of a choice, its new text and tokens
+FINGERPRINT = f"build-{__version__}"
 _TEXT = "\ue000"  # stands for the text of an event that is encoded for many texts
 
 
@@ -60,7 +62,7 @@ class Answer:
                 (done, self._echo(prompt)) for prompt in prompts for done in prompt.choices
             )
         ]
-        return self._object(self.kind, choices) | {"usage": usage(prompts)}
+        return self._object(self.kind, choices) | self._totals(prompts)
 
     def begin(self, prompts: Sequence[Completion], samples: int) -> Iterator[Object]:
         """Yield the first events of a stream; ``samples``: number of choices of each prompt."""
@@ -99,7 +101,7 @@ class Answer:
     def finish(self, prompts: Sequence[Completion]) -> Iterator[Object]:
         """Yield the last events of a stream, whose prompts have ended."""
         if self.include_usage or self.bills:
-            yield self._chunk([], usage(prompts))
+            yield self._chunk([], self._totals(prompts))
 
     def error(self, error: ApiError) -> Object:
         """Return the event that ends a stream with an error."""
@@ -110,10 +112,16 @@ class Answer:
         return b"data: " + json_bytes(event) + b"\n\n"
 
     # -- choices
-    def _chunk(self, choices: Sequence[Object], usage: Object | None = None) -> Object:
-        """Return a chunk of a stream; ``usage`` belongs to the last one, which has no choices."""
-        more = {"usage": usage} if self.include_usage else {}
+    def _chunk(self, choices: Sequence[Object], totals: Object | None = None) -> Object:
+        """Return a chunk of a stream; ``totals`` belong to the last one, which has no choices."""
+        more = (totals or {"usage": None}) if self.include_usage else {}
         return self._object(self.chunk_kind, choices) | more
+
+    @staticmethod
+    def _totals(prompts: Sequence[Completion]) -> Object:
+        """Return the usage of an answer, and, as llama.cpp's server has them, its timings."""
+        own = {"timings": timings(prompts[0])} if len(prompts) == 1 else {}
+        return {"usage": usage(prompts), **own}
 
     def _echo(self, prompt: Completion) -> str | None:
         """Return the text of a prompt if the answer echoes it."""
@@ -126,6 +134,7 @@ class Answer:
             "object": kind,
             "created": head["created"],
             "model": self._model,
+            "system_fingerprint": FINGERPRINT,
             "choices": list(choices),
         }
 
@@ -191,11 +200,16 @@ class ChatAnswer(Answer):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, text: ChatText, include_usage: bool = False
-    ) -> None:
-        """As `Answer`; ``text`` splits the answers."""
+        self, model: str, tokenizer: Tokenizer, text: ChatText, include_usage: bool = False,
+        shown: str | None = None,
+    ) -> None:  # fmt: skip
+        """As `Answer`; ``text`` splits the answers, ``shown`` is the prompt, to be shown."""
         super().__init__(model, tokenizer, include_usage)
-        self._chat_text = text
+        self._chat_text, self._shown = text, shown
+
+    def whole(self, prompts: Sequence[Completion]) -> Object:
+        found = super().whole(prompts)
+        return found if self._shown is None else {**found, "__verbose": {"prompt": self._shown}}
 
     def choice(self, index: int, done: Completion, echo: str | None = None) -> Object:
         message, finish = self._chat_text.message(done.text, done.finish_reason)
@@ -254,6 +268,25 @@ def matched_stop(tokenizer: Tokenizer, done: Completion, stops: Sequence[str]) -
     # The tokens of the stop string belong to `ids`.
     rest = tokenizer.decode(done.ids, continuation=True)[len(done.text) :]
     return min((stop for stop in stops if rest.startswith(stop)), key=len, default=None)
+
+
+def timings(done: Completion) -> Object:
+    """Return the times of an answer in milliseconds, with llama.cpp's names."""
+    known = done.timings
+    prompt, decoded = known.prefill_tokens, known.decode_tokens
+    return {
+        "cache_n": done.cached_tokens,
+        "prompt_n": prompt,
+        "prompt_ms": 1e3 * known.prefill_s,
+        "prompt_per_token_ms": 1e3 * known.prefill_s / prompt if prompt else 0.0,
+        "prompt_per_second": prompt / known.prefill_s if known.prefill_s else 0.0,
+        "predicted_n": len(done.ids),
+        "predicted_ms": 1e3 * known.decode_s,
+        "predicted_per_token_ms": 1e3 * known.decode_s / decoded if decoded else 0.0,
+        "predicted_per_second": decoded / known.decode_s if known.decode_s else 0.0,
+        "draft_n": known.drafted_tokens,
+        "draft_n_accepted": known.accepted_tokens,
+    }
 
 
 def usage(prompts: Iterable[Completion]) -> Object:

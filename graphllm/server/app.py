@@ -29,8 +29,8 @@ from .metrics import Metrics, count_responses, metrics_text
 from .request_body import read_json
 from .responses import Responses
 from .routing import Endpoints, health, page, server_app
+from .served_model import MAX_BODY, ServedModel
 
-MAX_BODY = 10_000_000  # bytes of a request body
 Model = LLM | EmbeddingModel | SequenceClassifier
 
 
@@ -41,6 +41,8 @@ def create_app(
     max_body: int = MAX_BODY,
     profile: bool = False,
     recording: Recording | None = None,
+    aliases: Sequence[str] = (),
+    defaults: Mapping[str, Any] | None = None,
 ) -> ASGIApp:
     """Return the application of a loaded model.
 
@@ -51,12 +53,15 @@ def create_app(
         max_body: bytes of a request body at most.
         profile: count the time of all generating requests by op in the metrics.
         recording: gets all generating requests and their answers; None records nothing.
+        aliases: further names of the model.
+        defaults: fields of `Sampling` for requests that do not set them.
     """
+    served = ServedModel([name, *aliases], max_body, defaults or {}, profile, recording)
     metrics = Metrics(llm if isinstance(llm, LLM) else None)
     responses = count_responses(metrics.registry)
-    models = ModelList({name: int(time.time())}, lambda _: model_state(llm))
+    models = ModelList({name: int(time.time())}, lambda _: model_state(llm), aliases)
     table: list[Endpoints] = [
-        *model_endpoints(llm, name, max_body, metrics, profile, recording),
+        *model_endpoints(llm, served, metrics),
         *([("GET", "/", page)] if isinstance(llm, LLM) else []),
         ("GET", "/v1/models", models.list),
         ("GET", "/v1/models/{name:path}", models.describe),
@@ -66,25 +71,23 @@ def create_app(
     return server_app(table, keys, responses)
 
 
-def model_endpoints(
-    llm: Model, name: str, max_body: int, metrics: Metrics, profile: bool,
-    recording: Recording | None,
-) -> list[Endpoints]:  # fmt: skip
+def model_endpoints(llm: Model, served: ServedModel, metrics: Metrics) -> list[Endpoints]:
     """Return the endpoints of a model; see `create_app`."""
-    utilities = _TokenizerEndpoints(llm.tokenizer, max_body)
+    utilities = _TokenizerEndpoints(llm.tokenizer, served.max_body)
     shared: list[Endpoints] = [
         ("POST", "/tokenize", utilities.tokenize),
         ("POST", "/detokenize", utilities.detokenize),
     ]
     if isinstance(llm, EmbeddingModel):
-        return [("POST", "/v1/embeddings", Embeddings(llm, name, max_body).embed), *shared]
+        return [("POST", "/v1/embeddings", Embeddings(llm, served).embed), *shared]
     if isinstance(llm, SequenceClassifier):
-        call = Rerank(llm, name, max_body).rerank
+        call = Rerank(llm, served).rerank
         return [*(("POST", path, call) for path in ("/v1/rerank", "/v2/rerank")), *shared]
-    completions = Completions(AsyncLLM(llm), name, max_body, metrics, profile, recording)
+    completions = Completions(AsyncLLM(llm), served, metrics)
     messages, llama = Messages(completions), LlamaEndpoints(completions)
     return [
         ("POST", "/v1/chat/completions", completions.chat),
+        ("POST", "/v1/chat/completions/input_tokens", completions.count_chat),
         ("POST", "/v1/completions", completions.complete),
         ("POST", "/v1/responses", Responses(completions).create),
         ("POST", "/v1/messages", messages.create),
@@ -111,16 +114,21 @@ class ModelList:
     Args:
         created: times since which the models are served, by name; the first one is the default.
         state: returns ``status`` and further keys of a model.
+        aliases: further names of the first model.
     """
 
     def __init__(
-        self, created: Mapping[str, int], state: Callable[[str], Mapping[str, Any]]
-    ) -> None:
+        self, created: Mapping[str, int], state: Callable[[str], Mapping[str, Any]],
+        aliases: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self._created, self._state = created, state
+        first = next(iter(created))
+        self._aliases = {first: [first, *aliases]} if aliases else {}
 
     def _model(self, name: str) -> dict[str, Any]:
         known = {"id": name, "object": "model", "created": self._created[name]}
-        return {**known, "owned_by": "graphllm", **self._state(name)}
+        others = {"aliases": self._aliases[name]} if name in self._aliases else {}
+        return {**known, "owned_by": "graphllm", **others, **self._state(name)}
 
     async def list(self, request: Request) -> Response:
         """``/v1/models``."""
@@ -129,8 +137,9 @@ class ModelList:
     async def describe(self, request: Request) -> Response:
         """``/v1/models/NAME``."""
         name = request.path_params["name"]
-        check_known(name, self._created)
-        return json_response(self._model(name))
+        own = {alias: first for first, names in self._aliases.items() for alias in names}
+        check_known(name, {**own, **self._created})
+        return json_response(self._model(own.get(name, name)))
 
 
 async def show_metrics(registry: Collector, request: Request) -> Response:

@@ -223,9 +223,10 @@ def tool_use(values: Mapping[str, Any], template: str) -> ToolUse | None:
         raise ApiError(400, f"no tool has the name {choice['name'][:64]!r}", "tool_choice")
     if choice == "none":
         return None
-    if values.get("response_format") is not None:
-        text = "response_format with tools needs tool_choice none"
-        raise ApiError(400, text, "response_format", "unsupported_value")
+    for form in ("response_format", "json_schema", "grammar"):
+        if values.get(form) is not None:
+            text = f"{form} with tools needs tool_choice none"
+            raise ApiError(400, text, form, "unsupported_value")
     return ToolUse(tools, choice, values.get("parallel_tool_calls", True), template)
 
 

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ..api.async_llm import AsyncLLM, AsyncRequest
-from ..api.recording import Recording
 from ..engine.completion import Completion
 from ..errors import GraphllmError
 from .answers import Answer, ChatAnswer, Object, Piece
@@ -26,15 +25,15 @@ from .fields import (
     MAX_CHOICES,
     Field,
     check_fields,
-    check_model,
     sampling_settings,
     setting_names,
 )
 from .infill import InfillPrompts
-from .json_data import json_bytes
+from .json_data import json_bytes, json_response
 from .metrics import Metrics
 from .reasoning import reasoning_variables
 from .request_body import read_json
+from .served_model import ServedModel
 from .streaming import ClientDisconnected, EventStream, until_disconnect
 
 Value = TypeVar("Value")
@@ -95,24 +94,13 @@ class Completions:
 
     Args:
         llm: the model.
-        name: its name in the API.
-        max_body: bytes of a request body at most.
+        served: how it is served.
         metrics: counts prompts and tokens.
-        profile: record the steps of all requests, for the metrics.
-        recording: gets all requests and their answers; None records nothing.
     """
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        name: str,
-        max_body: int,
-        metrics: Metrics,
-        profile: bool = False,
-        recording: Recording | None = None,
-    ) -> None:
-        self.llm, self.name, self._max_body, self._metrics = llm.llm, name, max_body, metrics
-        self._async, self._profile, self._recording = llm, profile, recording
+    def __init__(self, llm: AsyncLLM, served: ServedModel, metrics: Metrics) -> None:
+        self.llm, self.name, self.served, self._metrics = llm.llm, served.name, served, metrics
+        self._async, self._profile, self._recording = llm, served.profile, served.recording
         self._recorded: dict[AsyncRequest, int] = {}  # numbers in the recording
         self._pending = 0
 
@@ -120,7 +108,8 @@ class Completions:
     async def complete(self, request: Request) -> ASGIApp:
         """``/v1/completions``."""
         values = await self.read(request, COMPLETION, "prompt")
-        settings = _DEFAULTS | {"max_tokens": 16} | sampling_settings(COMPLETION, values)
+        defaults = {**_DEFAULTS, "max_tokens": 16, **self.served.defaults}
+        settings = defaults | sampling_settings(COMPLETION, values)
         echo, stream = values.get("echo", False), values.get("stream", False)
         if echo and "logprobs" in values:
             if stream:
@@ -163,10 +152,19 @@ class Completions:
         if values.get("logprobs"):
             settings["logprobs"] = values.get("top_logprobs", 0)
         include_usage = values.get("stream_options", False)
-        names = {**setting_names(CHAT, values), "prompt": "messages", "grammar": "tools"}
+        names = {"grammar": "tools", **setting_names(CHAT, values), "prompt": "messages"}
         chat = await self.encode_chat(values, names)
-        answer = ChatAnswer(self.name, self.llm.tokenizer, chat.text, include_usage)
+        shown = None
+        if values.get("verbose"):
+            shown = self.llm.tokenizer.decode(chat.ids, skip_special=False)
+        answer = ChatAnswer(self.name, self.llm.tokenizer, chat.text, include_usage, shown)
         return await self.run(request, self.chat_job(chat, settings, answer, values, names))
+
+    async def count_chat(self, request: Request) -> Response:
+        """``/v1/chat/completions/input_tokens``: the number of tokens of a chat's prompt."""
+        values = await self.read(request, CHAT, "messages")
+        chat = await self.encode_chat(values, {"prompt": "messages"})
+        return json_response({"input_tokens": len(chat.ids)})
 
     # -- requests
     async def read(
@@ -177,7 +175,7 @@ class Completions:
 
     async def body(self, request: Request) -> Any:
         """Return the JSON value of a request's body; see `read_json`."""
-        return await read_json(request, self._max_body)
+        return await read_json(request, self.served.max_body)
 
     def check(self, body: Any, table: Mapping[str, Field], *required: str) -> dict[str, Any]:
         """Return the values of the fields of a body.
@@ -191,7 +189,7 @@ class Completions:
             ApiError, RequestError: a field is invalid, missing or refused.
         """
         values = check_fields(table, body, *required)
-        check_model(values, self.name)
+        self.served.check_model(values)
         if "stream_options" in values and not values.get("stream"):
             raise ApiError(400, "stream_options needs stream = true", "stream_options")
         prompts = values.get("prompt")
@@ -205,8 +203,9 @@ class Completions:
 
         Args:
             values: fields as those of ``/v1/chat/completions``: ``messages``, ``tools``,
-                ``tool_choice``, ``parallel_tool_calls``, ``response_format`` and
-                ``reasoning_effort``; see `reasoning_variables` for ``reasoning_required``.
+                ``tool_choice``, ``parallel_tool_calls``, ``response_format``, ``json_schema``,
+                ``grammar`` and ``reasoning_effort``; see `reasoning_variables` for
+                ``reasoning_required``.
             names: see `Job`.
 
         Raises:
@@ -214,7 +213,8 @@ class Completions:
         """
         tools, ids = await self._with_template(values, names, self.llm.encode_chat)
         grammar = None if tools is None else tools.grammar
-        restricted = grammar is not None or values.get("response_format") is not None
+        formats = (values.get(name) for name in ("response_format", "json_schema", "grammar"))
+        restricted = grammar is not None or any(each is not None for each in formats)
         end = self.llm.tokenizer.decode(ids[-16:], skip_special=False)
         text = chat_text(self.llm.template.source, end, tools, restricted)
         return Chat(ids, text, grammar)
@@ -246,7 +246,8 @@ class Completions:
         names: Mapping[str, str],
     ) -> Job:  # fmt: skip
         """Return the job of a chat; ``settings``: fields of `Sampling` that the request sets."""
-        own: dict[str, Any] = {**_DEFAULTS, "max_tokens": self.llm.limits.context, **settings}
+        defaults = {**_DEFAULTS, "max_tokens": self.llm.limits.context, **self.served.defaults}
+        own: dict[str, Any] = {**defaults, **settings}
         if chat.grammar is not None:
             own["grammar"] = chat.grammar
         return Job([chat.ids], own, answer, values.get("stream", False), names)
@@ -285,9 +286,10 @@ class Completions:
                 streams = True
                 return stream
             done = await until_disconnect(request.receive, _results(requests))
-            bill = bill_field(request, done) if job.answer.bills else {}
-            body = json_bytes(job.answer.whole(done) | bill)
-            return Response(body, media_type="application/json")
+            whole = job.answer.whole(done)
+            if job.answer.bills:
+                whole |= bill_field(request, done)
+            return Response(json_bytes(whole), media_type="application/json")
         except ClientDisconnected:
             raise
         except Exception as error:

@@ -17,10 +17,11 @@ from ..arguments import Integer, OneOf, flag, invalid_argument, text
 from ..embedding import EmbeddingModel, SequenceClassifier
 from ..errors import RequestError
 from .errors import ApiError
-from .fields import Field, any_text, check_fields, check_model
+from .fields import Field, any_text, check_fields
 from .json_data import json_bytes
 from .json_shapes import STRING, accepts, array, fields, one_of, shape_of
 from .request_body import read_json
+from .served_model import ServedModel
 from .streaming import until_disconnect
 
 MAX_TEXTS = 2048  # of a request, as OpenAI has it
@@ -73,12 +74,11 @@ class EncoderEndpoint:
     """Base class of the endpoint of one encoder, which runs one request at a time.
 
     Args:
-        name: the model's name in the API.
-        max_body: bytes of a request body at most.
+        served: how the model is served.
     """
 
-    def __init__(self, name: str, max_body: int) -> None:
-        self._name, self._max_body = name, max_body
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
         self._pending = 0
         self._worker = ThreadPoolExecutor(1, "encoder")
 
@@ -86,8 +86,8 @@ class EncoderEndpoint:
         self, request: Request, table: Mapping[str, Field], *required: str
     ) -> dict[str, Any]:
         """Return the values of a request's fields. RequestError, ApiError."""
-        values = check_fields(table, await read_json(request, self._max_body), *required)
-        check_model(values, self._name)
+        values = check_fields(table, await read_json(request, self._served.max_body), *required)
+        self._served.check_model(values)
         return values
 
     async def _run(self, request: Request, compute: Callable[[], bytes], field: str) -> Response:
@@ -122,9 +122,9 @@ class EncoderEndpoint:
 class Embeddings(EncoderEndpoint):
     """``/v1/embeddings`` of an encoder without a head."""
 
-    def __init__(self, model: EmbeddingModel, name: str, max_body: int) -> None:
+    def __init__(self, model: EmbeddingModel, served: ServedModel) -> None:
         """See `EncoderEndpoint`."""
-        super().__init__(name, max_body)
+        super().__init__(served)
         self._model = model
 
     async def embed(self, request: Request) -> Response:
@@ -152,15 +152,17 @@ class Embeddings(EncoderEndpoint):
             for index, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return json_bytes({"object": "list", "data": data, "model": self._name, "usage": usage})
+        return json_bytes(
+            {"object": "list", "data": data, "model": self._served.name, "usage": usage}
+        )
 
 
 class Rerank(EncoderEndpoint):
     """``/v1/rerank`` of an encoder that scores pairs of texts."""
 
-    def __init__(self, model: SequenceClassifier, name: str, max_body: int) -> None:
+    def __init__(self, model: SequenceClassifier, served: ServedModel) -> None:
         """See `EncoderEndpoint`."""
-        super().__init__(name, max_body)
+        super().__init__(served)
         self._model = model
 
     async def rerank(self, request: Request) -> Response:
@@ -181,5 +183,5 @@ class Rerank(EncoderEndpoint):
         ]
         tokens = self._model.count_tokens([(query, text) for text in documents])
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        made = {"object": "list", "model": self._name, "results": results, "usage": usage}
+        made = {"object": "list", "model": self._served.name, "results": results, "usage": usage}
         return json_bytes({"id": "rerank-" + secrets.token_hex(12), **made})

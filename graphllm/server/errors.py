@@ -9,17 +9,24 @@ from typing import Any
 from starlette.responses import Response
 
 from ..env import debug_level
-from ..errors import GraphllmError, OutOfMemory, RequestError
+from ..errors import ContextExceeded, GraphllmError, OutOfMemory, RequestError
 from ..terminal import escape_control, note
 from .json_data import json_bytes
 
 ANTHROPIC = "/v1/messages"  # beginning of the paths of Anthropic's API
+OPENAI = "/v1/"  # of OpenAI's; the others are llama.cpp's
 _INVALID = "invalid_request_error"
+_CONTEXT = "context_length_exceeded"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
     503: "overloaded_error",
+}
+_LLAMA_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    503: "unavailable_error",
 }
 
 
@@ -32,6 +39,7 @@ class ApiError(Exception):
         param: field of the request that the error is about.
         code: OpenAI's code of the error.
         headers: further headers of the response.
+        details: further keys of the error object.
     """
 
     def __init__(
@@ -41,22 +49,34 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = dict(headers or {})
+        self.headers, self._details = dict(headers or {}), details or {}
 
     @property
     def body(self) -> dict[str, Any]:
         """The object that the client gets."""
         kind = "server_error" if self.status >= 500 else _INVALID
         known = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": known}
+        return {"error": {**known, **self._details}}
 
     def response(self, path: str) -> Response:
         """Return the HTTP response to a request for ``path``, whose API the error's shape is of."""
-        body = anthropic_body(self) if path.startswith(ANTHROPIC) else self.body
+        body = self.body
+        if path.startswith(ANTHROPIC):
+            body = anthropic_body(self)
+        elif not path.startswith(OPENAI):
+            body["error"]["type"] = self._llama_type
         return Response(json_bytes(body), self.status, self.headers, "application/json")
+
+    @property
+    def _llama_type(self) -> str:
+        """The type of the error in llama.cpp's server."""
+        if self.code == _CONTEXT:
+            return "exceed_context_size_error"
+        return _LLAMA_TYPES.get(self.status, "server_error" if self.status >= 500 else _INVALID)
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
@@ -77,9 +97,14 @@ def api_error(error: Exception, param: str | None = None) -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ContextExceeded):
+        counts = {"n_prompt_tokens": error.tokens, "n_ctx": error.context}
+        text = f"the prompt has {error.tokens} tokens, which exceeds the available context size"
+        text += f" ({error.context} tokens)"
+        return ApiError(400, text, param, _CONTEXT, details=counts)
     if isinstance(error, RequestError) and not isinstance(error, OutOfMemory):
         if error.argument == "context":
-            return ApiError(400, str(error), param, "context_length_exceeded")
+            return ApiError(400, str(error), param, _CONTEXT)
         return ApiError(400, str(error), error.argument or param)
     log_failure(error)
     return ApiError(500, "the server failed to process the request; its log says why")

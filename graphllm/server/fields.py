@@ -34,7 +34,7 @@ MAX_BIASES = 1024  # entries of logit_bias
 COUNT = 2**31 - 1
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _IDS = array({"type": "integer", "minimum": 0})
-_TOP_LOGPROBS = 20
+TOP_LOGPROBS = 20  # most likely tokens of a position
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,16 @@ def _stream_options(name: str, value: Any) -> bool:
     return given is not None and flag(f"{name}.include_usage", given)
 
 
+@accepts(STRING)
+def _gbnf(name: str, value: Any) -> str | None:
+    """A grammar in llama.cpp's GBNF, as Lark; None if it is empty."""
+    if not any_text(name, value).strip():
+        return None
+    from ..engine.grammar import lark_from_gbnf  # needs the extra ``structured``
+
+    return lark_from_gbnf(name, value)
+
+
 _REPEAT_PENALTY = Field(Real(0.01, 100), "repeat_penalty")
 # Not in the APIs, with the names of vLLM and llama.cpp.
 BEYOND = {
@@ -155,9 +165,9 @@ BEYOND = {
     "ignore_eos": Field(flag, "ignore_eos"),
     "stop_token_ids": Field(token_ids, "stop_ids"),
     "x_profile": Field(flag, "profile"),
+    "json_schema": Field(mapping, "json_schema"),
+    "grammar": Field(_gbnf, "grammar"),
     # What would change the answer.
-    "json_schema": Field(Unsupported()),
-    "grammar": Field(Unsupported(("",))),
     "guided_json": Field(Unsupported()),
     "structured_outputs": Field(Unsupported()),
 }
@@ -186,11 +196,12 @@ CHAT = COMMON | {
     "max_tokens": Field(Integer(1, COUNT), "max_tokens"),
     "max_completion_tokens": Field(Integer(1, COUNT), "max_tokens"),
     "logprobs": Field(flag),
-    "top_logprobs": Field(Integer(0, _TOP_LOGPROBS)),
+    "top_logprobs": Field(Integer(0, TOP_LOGPROBS)),
     "reasoning_effort": Field(OneOf(EFFORTS)),
     "tools": Field(tools_field),
     "tool_choice": Field(tool_choice_field),
     "parallel_tool_calls": Field(flag),
+    "verbose": Field(flag),
     "functions": Field(Unsupported(([],))),
     "function_call": Field(Unsupported(("none", "auto"))),
     "modalities": Field(Unsupported((["text"],))),
@@ -200,7 +211,7 @@ CHAT = COMMON | {
 COMPLETION = COMMON | {
     "prompt": Field(prompts_field),
     "max_tokens": Field(Integer(0, COUNT), "max_tokens"),
-    "logprobs": Field(Integer(0, _TOP_LOGPROBS), "logprobs"),
+    "logprobs": Field(Integer(0, TOP_LOGPROBS), "logprobs"),
     "echo": Field(flag),
     "source_lang": Field(text, "source_lang"),  # of encoder-decoders
     "target_lang": Field(text, "target_lang"),
@@ -227,11 +238,6 @@ def check_fields(table: Mapping[str, Field], body: Any, *required: str) -> dict[
         if name not in given:
             raise ApiError(400, f"{name} is missing", name, "missing_required_parameter")
     return {name: table[name].rule(name, value) for name, value in given.items()}
-
-
-def check_model(values: Mapping[str, Any], name: str) -> None:
-    """Check the model of a request, which may be missing. ApiError: it is not ``name``."""
-    check_known(values.get("model", name), [name])
 
 
 def check_known(model: str, names: Collection[str]) -> None:

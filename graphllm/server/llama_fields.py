@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from ..arguments import Integer, OneOf, flag, mapping, token_ids
+from ..arguments import Integer, OneOf, Real, flag, invalid_argument, token_ids
 from .chat_parts import as_object, malformed, string
-from .fields import COMMON, COUNT, Field, Unsupported, any_text, messages_field, prompts_field
-from .json_shapes import STRING, accepts, array, fields, shape_of
+from .fields import (
+    COMMON,
+    COUNT,
+    MAX_BIASES,
+    MAX_CHOICES,
+    TOP_LOGPROBS,
+    Field,
+    Unsupported,
+    any_text,
+    messages_field,
+)
+from .json_shapes import OBJECT, STRING, accepts, array, fields, one_of, shape_of
+from .prompt_parts import PROMPT, Parts, prompt_list
 from .reasoning import EFFORTS
 from .tools import tool_choice_field, tools_field
 
@@ -33,24 +45,73 @@ def _files(name: str, value: Any) -> list[tuple[str, str]]:
     return found
 
 
+@accepts(one_of(PROMPT, array(PROMPT, 1, MAX_CHOICES)))
+def _prompts(name: str, value: Any) -> list[Parts]:
+    """A prompt, or a list of prompts."""
+    return prompt_list(name, value, MAX_CHOICES)
+
+
+_BIASES = f"an object or a list of pairs with at most {MAX_BIASES} biases by token id or text"
+
+
+@accepts(one_of(OBJECT, array(array({}, 2, 2), 0, MAX_BIASES)))
+def _biases(name: str, value: Any) -> dict[int | str, float]:
+    """Biases by token id or text: an object, or a list of pairs; false bans a token."""
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    if not isinstance(pairs, list) or len(pairs) > MAX_BIASES:
+        raise invalid_argument(name, value, _BIASES)
+    found: dict[int | str, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise invalid_argument(name, value, _BIASES)
+        key, bias = pair
+        found[_bias_key(name, key)] = -math.inf if bias is False else Real()(name, bias)
+    return found
+
+
+def _bias_key(name: str, key: Any) -> int | str:
+    """Return a token id, also if it is written as the key of an object, or a text."""
+    if not isinstance(key, str):
+        return token_ids(name, [key])[0]
+    return int(key) if key.isascii() and key.isdigit() and len(key) < 10 else key
+
+
+@accepts(array(STRING, 0))
+def _names(name: str, value: Any) -> list[str]:
+    """A list of names."""
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise malformed(name, "a list of strings")
+    return value
+
+
+@accepts(shape_of(Real(-1)))
+def _sigmas(name: str, value: Any) -> float:
+    """A number of standard deviations; -1 stands for 0."""
+    return max(0.0, Real(-1)(name, value))
+
+
 NATIVE = COMMON | {
-    "prompt": Field(prompts_field),
+    "prompt": Field(_prompts),
     "n_predict": Field(Integer(-1, COUNT), "max_tokens"),
     "max_tokens": Field(Integer(-1, COUNT), "max_tokens"),
     "repeat_last_n": Field(Integer(-1, COUNT), "penalty_last_n"),
     "seed": Field(_seed, "seed"),
-    "json_schema": Field(mapping, "json_schema"),
     "return_tokens": Field(flag),
     "cache_prompt": Field(flag),  # whether it is cached changes no answer
     "n": Field(Unsupported((1,))),
-    "n_probs": Field(Unsupported((0,))),
+    "n_probs": Field(Integer(0, TOP_LOGPROBS)),
+    "post_sampling_probs": Field(Unsupported((False,))),
+    "response_fields": Field(_names),
+    "logit_bias": Field(_biases),
     "lora": Field(Unsupported(([],))),
     "samplers": Field(Unsupported()),
     "mirostat": Field(Unsupported((0,))),
-    "xtc_probability": Field(Unsupported((0,))),
+    "adaptive_target": Field(Unsupported((-1,))),
+    "xtc_probability": Field(Real(0, 1), "xtc_probability"),
+    "xtc_threshold": Field(Real(0, 1), "xtc_threshold"),
     "dry_multiplier": Field(Unsupported((0,))),  # without it, other fields of DRY have no effect
     "dynatemp_range": Field(Unsupported((0,))),
-    "top_n_sigma": Field(Unsupported((0, -1))),
+    "top_n_sigma": Field(_sigmas, "top_n_sigma"),
     "t_max_predict_ms": Field(Unsupported((0, -1))),
 }  # fmt: skip
 INFILL = NATIVE | {

@@ -180,6 +180,7 @@ MESSAGES = BEYOND | _PROMPT | {
     "top_p": Field(top_p_field, "top_p"),
     "top_k": TOP_K,
     "seed": SEED,
+    "json_schema": Field(Unsupported()),  # ``output_config`` has it
     "n": Field(Unsupported((1,))),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .app import MAX_BODY, Model, ModelList, model_endpoints, model_state, show_metrics
+from .app import Model, ModelList, model_endpoints, model_state, show_metrics
 from .errors import ApiError
 from .fields import any_text, check_known
 from .metrics import JoinedMetrics, Metrics, count_responses
@@ -19,6 +19,7 @@ from .model_pool import ModelPool, ModelSource
 from .openapi import OPENAPI, OPERATIONS
 from .request_body import read_json
 from .routing import Endpoints, endpoints_app, health, page, server_app, without_version
+from .served_model import MAX_BODY, ServedModel
 from .streaming import until_disconnect
 
 
@@ -30,7 +31,7 @@ class ModelRouter:
 
     Args:
         sources: the models by name, at least one.
-        keys, max_body, profile: see `create_app`.
+        keys, max_body, profile, defaults: see `create_app`.
         budget, timeout_s: see `ModelPool`.
 
     Attributes:
@@ -46,8 +47,10 @@ class ModelRouter:
         profile: bool = False,
         budget: int | None = None,
         timeout_s: float = 300,
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self._names, self._max_body, self._profile = [*sources], max_body, profile
+        self._defaults = defaults or {}
         self.pool = ModelPool(sources, self._make_app, budget, timeout_s)
         start = int(time.time())
         models = ModelList(dict.fromkeys(sources, start), self._state)
@@ -67,7 +70,8 @@ class ModelRouter:
         self.app = server_app([*own, *table], keys, count_responses(registry))
 
     def _make_app(self, name: str, model: Model, metrics: Metrics) -> ASGIApp:
-        table = model_endpoints(model, name, self._max_body, metrics, self._profile, None)
+        served = ServedModel([name], self._max_body, self._defaults, self._profile)
+        table = model_endpoints(model, served, metrics)
         return endpoints_app([*table, *without_version(table)])
 
     def _state(self, name: str) -> dict[str, Any]:

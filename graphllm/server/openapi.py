@@ -89,7 +89,10 @@ _PAIRS = _Operation(
 )  # fmt: skip
 
 _NATIVE = _Operation(
-    "Continue a prompt, as llama.cpp's server.", _NATIVE_ANSWER, NATIVE, ("prompt",)
+    "Continue prompts, as llama.cpp's server.",
+    one_of(OBJECT, array(_NATIVE_ANSWER)),
+    NATIVE,
+    ("prompt",),
 )
 
 OPERATIONS: dict[tuple[str, str], _Operation] = {
@@ -98,6 +101,9 @@ OPERATIONS: dict[tuple[str, str], _Operation] = {
         _all(**_HEAD, object={"const": "chat.completion"},
              choices=array(_all(**_CHOICE, message=_CHAT_MESSAGE))),
         CHAT, ("messages",),
+    ),
+    ("POST", "/v1/chat/completions/input_tokens"): _Operation(
+        "Count the tokens of chat messages.", _all(input_tokens=_COUNT), CHAT, ("messages",)
     ),
     ("POST", "/v1/completions"): _Operation(
         "Continue prompts.",
@@ -164,7 +170,8 @@ OPERATIONS: dict[tuple[str, str], _Operation] = {
     ("GET", OPENAPI): _Operation("Return this document.", OBJECT),
 }  # fmt: skip
 _OPENAI_ERROR = _all(error=fields(
-    "message", "type", message=STRING, type=STRING, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL
+    "message", "type", message=STRING, type=STRING, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL,
+    n_prompt_tokens=_COUNT, n_ctx=_COUNT,
 ))  # fmt: skip
 _ANTHROPIC_ERROR = _all(type={"const": "error"}, error=_all(type=STRING, message=STRING))
 

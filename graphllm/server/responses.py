@@ -40,13 +40,14 @@ class Responses:
         own = self._completions
         given = await own.body(request)
         values = own.check(given, RESPONSES, "input")
-        names = {**setting_names(RESPONSES, values), **_NAMES}
+        names = {**_NAMES, **setting_names(RESPONSES, values)}
         chat_values = values | {
             "messages": with_system(values.get("instructions"), values["input"]),
             "response_format": values.get("text"),
             "reasoning_effort": values.get("reasoning"),
         }
         chat = await own.encode_chat(chat_values, names)
+        given = {**own.served.defaults, **given}
         answer = ResponseAnswer(own.name, own.llm.tokenizer, chat.text, given)
         settings = sampling_settings(RESPONSES, values)
         return await own.run(request, own.chat_job(chat, settings, answer, values, names))
@@ -60,7 +61,7 @@ class ResponseAnswer(BlockAnswer):
     def __init__(
         self, model: str, tokenizer: Tokenizer, text: ChatText, given: Mapping[str, Any]
     ) -> None:
-        """As `BlockAnswer`; ``given``: the request, parts of which the answer repeats."""
+        """As `BlockAnswer`; ``given``: the request with defaults; parts are repeated."""
         super().__init__(model, tokenizer, text)
         self._given = {name: value for name, value in given.items() if value is not None}
         self._ids: list[str] = []  # of the items

@@ -95,6 +95,9 @@ def test_failures_are_one_line(model, tmp_path):
                 "--model", f"a={model}", "--model", f"a={model}"),
             r"/nowhere/m\.gguf: no such file \(--model\)": (model, "--model", "a=/nowhere/m.gguf"),
             r"give a MODEL, or --model NAME=MODEL": (),
+            r"temperature = -1\.0 must be .* \(--temp\)": (model, *OPTIONS, "--temp", "-1"),
+            r".*a second --alias.*": (
+                model, "--alias", "a", "--alias", "b", "--model", f"c={model}"),
             r".*none has no API key": (model, *OPTIONS, "--api-key-file", tmp_path / "none"),
         }  # fmt: skip
         processes = [serve(*words) for words in cases.values()]

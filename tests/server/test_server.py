@@ -219,7 +219,7 @@ def test_bad_requests(server, case):
     assert found == status, answer
     error = answer["error"]
     assert (error["param"], error["code"]) == (param, code), error
-    assert error["type"] == "invalid_request_error"
+    assert error["type"] == "not_found_error" if path == "/nowhere" else "invalid_request_error"
     assert 0 < len(error["message"]) < 400 and "\n" not in error["message"]
 
 
