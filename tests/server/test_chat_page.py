@@ -7,6 +7,7 @@ import http.server
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
@@ -224,6 +225,7 @@ class Canned(http.server.BaseHTTPRequestHandler):
     The question is its index; any other question has an answer without an end.
     """
 
+    models: tuple[str, ...] = ("<i>canned</i>",)
     closed = threading.Event()  # by the client, in mid-answer
 
     def log_message(self, *_: Any) -> None:
@@ -240,7 +242,8 @@ class Canned(http.server.BaseHTTPRequestHandler):
         if self.path == "/":
             policy = {"content-security-policy": chat_page().policy}
             return self._send("text/html; charset=utf-8", chat_page().text, **policy)
-        return self._send("application/json", '{"data": [{"id": "<i>canned</i>"}]}')
+        data = [{"id": name} for name in self.models]
+        return self._send("application/json", json.dumps({"data": data}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -267,14 +270,67 @@ class Canned(http.server.BaseHTTPRequestHandler):
             self.closed.set()
 
 
-@pytest.fixture(scope="module")
-def canned() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Canned)
+class Models(Canned):
+    """As Canned, with two models, which answer with their names."""
+
+    models = ("first", "<b>second</b>")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        event = {"choices": [{"delta": {"content": f"I am {body['model']}"}}]}
+        self._send("text/event-stream", f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
+
+
+@contextmanager
+def serving(handler: type[Canned]) -> Iterator[str]:
+    """Serve in a thread; the address."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture(scope="module")
+def canned() -> Iterator[str]:
+    with serving(Canned) as found:
+        yield found
+
+
+def test_each_conversation_keeps_its_model(opened):
+    """The chosen one is sent, outlasts a reload, and is that of the next conversation."""
+    choose = """(() => {
+        const list = document.querySelector("#models");
+        list.value = list.options[%d].value;
+        list.dispatchEvent(new Event("change"));
+    })()"""
+    answers = """JSON.parse(localStorage["graphllm.conversations"])[%d].messages
+        .filter(each => each.role === "assistant").map(each => each.content)"""
+    second = Models.models[1]
+    with serving(Models) as where:
+        page = opened(where)
+        wait(page, "document.querySelectorAll('#models option').length === 2")
+        assert texts(page, "#models option") == list(Models.models)
+        assert not page.evaluate("document.querySelector('#models').hidden")
+        ask(page, "0")
+        wait_for_answers(page, 1)
+        page.evaluate(choose % 1)
+        ask(page, "1")
+        wait_for_answers(page, 2)
+        assert page.evaluate(answers % 0) == ["I am first", f"I am {second}"]
+        page.click("#new")
+        wait(page, f"document.title === {json.dumps(second + ': chat')}")
+        page.evaluate(choose % 0)
+        ask(page, "2")
+        wait_for_answers(page, 1)
+        page.load(where)
+        wait(page, "document.title === 'first: chat'")
+        page.click("li:nth-child(2) .open")
+        wait(page, f"document.title === {json.dumps(second + ': chat')}")
+        page.click(".answer:last-child .again")
+        wait_for_answers(page, 2)
+        assert page.evaluate(answers % 0) == ["I am first", f"I am {second}"]
 
 
 def test_hostile_answers_stay_text(canned, opened):

@@ -36,9 +36,9 @@ async function* eventsOf(response) {
 }
 
 /** What an answer consists of: {content}, {reasoning}, {reason}, {usage} or {bill}, one at a time. */
-async function* answerTo(messages, settings, signal) {
-  const body = { messages, ...settings, stream: true, stream_options: { include_usage: true } };
-  for await (const event of eventsOf(await request("v1/chat/completions", body, signal))) {
+async function* answerTo(body, signal) {
+  const sent = { ...body, stream: true, stream_options: { include_usage: true } };
+  for await (const event of eventsOf(await request("v1/chat/completions", sent, signal))) {
     if (event.error) throw new ServerError(500, event.error.message);
     for (const { delta, finish_reason } of event.choices || []) {
       if (delta && delta.reasoning_content) yield { reasoning: delta.reasoning_content };

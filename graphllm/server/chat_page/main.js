@@ -1,7 +1,10 @@
 // The page: conversations at the side, messages, and the field for the next question.
 
-// running: the answer that is generated; edited: index of the question that is written again.
-const page = { conversation: store.conversations[0] || newConversation(), running: null, edited: null };
+// models: their names; running: the answer that is generated; edited: index of the question that is
+// written again.
+const page = {
+  conversation: store.conversations[0] || newConversation(), models: [], running: null, edited: null,
+};
 const byId = (id) => document.getElementById(id);
 const settings = settingsDialog();
 
@@ -28,6 +31,7 @@ function show(conversation) {
   cancelEdit();
   page.conversation = conversation;
   showAll();
+  showModel();
   document.body.classList.remove("listing");
   document.scrollingElement.scrollTop = document.scrollingElement.scrollHeight;
   byId("question").focus();
@@ -107,7 +111,7 @@ function prompt() {
 
 /** Generate the answer to the last question. */
 async function answer() {
-  const { conversation } = page, messages = prompt();
+  const { conversation } = page, body = { messages: prompt(), ...modelField(), ...samplingFields() };
   const message = { role: "assistant", content: "" };
   const running = { abort: new AbortController() };
   conversation.messages.push(message);
@@ -117,7 +121,7 @@ async function answer() {
   page.running = running;
   showRunning();
   shown.begin();
-  await receive(message, shown, messages, running.abort.signal);
+  await receive(message, shown, body, running.abort.signal);
   keepAtEnd(() => shown.finish());
   if (page.running === running) page.running = null;
   showRunning();
@@ -125,10 +129,10 @@ async function answer() {
 }
 
 /** Fill the message with what the server sends, or with the reason why it does not. */
-async function receive(message, shown, messages, signal) {
+async function receive(message, shown, body, signal) {
   const times = { sent: performance.now(), first: 0, last: 0 };
   try {
-    for await (const part of answerTo(messages, samplingFields(), signal)) {
+    for await (const part of answerTo(body, signal)) {
       if (part.content || part.reasoning) {
         times.last = performance.now();
         times.first ||= times.last;
@@ -150,7 +154,7 @@ async function receive(message, shown, messages, signal) {
   } catch (error) {
     if (signal.aborted) message.stopped = true;
     else if (error.status === 401 && (await useKey(error.message))) {
-      return receive(message, shown, messages, signal);
+      return receive(message, shown, body, signal);
     } else message.error = error.status === undefined ? "the server cannot be reached" : error.message;
   }
   return undefined;
@@ -182,18 +186,49 @@ function resizeField() {
   field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight / 2)}px`;
 }
 
-async function showModel() {
+// ---------------------------------------------------------------------------------------- the model
+
+async function findModels() {
   try {
     const { data } = await (await request("v1/models")).json();
-    byId("model").textContent = visible(data[0].id);
-    document.title = `${visible(data[0].id)}: chat`;
+    page.models = data.map(({ id }) => id);
+    byId("models").replaceChildren(...page.models.map((id) => h("option", { value: id }, visible(id))));
+    showModel();
   } catch (error) {
-    if (error.status === 401 && (await useKey(error.message))) return showModel();
+    if (error.status === 401 && (await useKey(error.message))) return findModels();
     say(error.status === undefined ? "The server cannot be reached." : error.message);
   }
   return undefined;
 }
 
+/** The model of the current conversation; the server's first one if it has no other, or not any more. */
+function model() {
+  const { models, conversation } = page;
+  return models.includes(conversation.model) ? conversation.model : models[0];
+}
+
+/** Show the model, and those of the server to choose from if it has several. */
+function showModel() {
+  if (!page.models.length) return;
+  const several = page.models.length > 1;
+  byId("model").classList.toggle("hidden", several);
+  byId("model").textContent = visible(model());
+  byId("models").hidden = !several;
+  byId("models").value = model();
+  document.title = `${visible(model())}: chat`;
+}
+
+/** The field of a request; none for a server of one model, which may have another name by now. */
+function modelField() {
+  return page.models.length > 1 ? { model: model() } : {};
+}
+
+byId("models").addEventListener("change", () => {
+  page.conversation.model = byId("models").value;
+  if (page.conversation.messages.length) save(page.conversation);
+  showAll();
+  showModel();
+});
 byId("form").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
@@ -210,9 +245,9 @@ addEventListener("keydown", (event) => {
   cancelEdit();
 });
 byId("stop").addEventListener("click", stop);
-byId("new").addEventListener("click", () => show(newConversation()));
+byId("new").addEventListener("click", () => show(newConversation(page.conversation.model)));
 byId("adjust").addEventListener("click", () => settings.show());
 byId("list").addEventListener("click", () => document.body.classList.toggle("listing"));
 document.body.append(settings.dialog);
 showAll();
-showModel();
+findModels();

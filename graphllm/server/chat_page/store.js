@@ -18,7 +18,8 @@ const isMessage = (value) =>
   value && typeof value.content === "string" && ["user", "assistant"].includes(value.role) &&
   (value.bill === undefined || isBill(value.bill));
 const isConversation = (value) =>
-  value && typeof value.id === "string" && Array.isArray(value.messages) && value.messages.every(isMessage);
+  value && typeof value.id === "string" && Array.isArray(value.messages) && value.messages.every(isMessage) &&
+  ["string", "undefined"].includes(typeof value.model);
 
 const store = {
   conversations: stored(CONVERSATIONS, Array.isArray, []).filter(isConversation),
@@ -85,8 +86,9 @@ const store = {
   unsavedKey: "",
 };
 
-function newConversation() {
-  return { id: `${Date.now()}-${Math.random().toString(36).slice(2)}`, messages: [] };
+/** `model`: its name, for a server of several; undefined for the server's choice. */
+function newConversation(model) {
+  return { id: `${Date.now()}-${Math.random().toString(36).slice(2)}`, model, messages: [] };
 }
 
 /** The beginning of the first question. */
