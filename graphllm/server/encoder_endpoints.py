@@ -13,10 +13,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..arguments import Integer, OneOf, flag, invalid_argument, text
-from ..embedding import EmbeddingModel, SequenceClassifier
+from ..arguments import Integer, OneOf, flag, invalid_argument, text, token_ids
+from ..embedding import EmbeddingModel, RankedDocument, SequenceClassifier
 from ..errors import RequestError
-from .errors import ApiError
+from .errors import ApiError, api_error
 from .fields import Field, any_text, check_fields
 from .json_data import json_bytes
 from .json_shapes import STRING, accepts, array, fields, one_of, shape_of
@@ -28,15 +28,19 @@ MAX_TEXTS = 2048  # of a request, as OpenAI has it
 MAX_PENDING = 64  # requests that run or wait; more are refused
 
 
-@accepts(one_of(shape_of(text), array(shape_of(text), 1, MAX_TEXTS)))
-def _texts(name: str, value: Any) -> list[str]:
-    """A non-empty string, or a list of them."""
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not found or not all(isinstance(x, str) and x for x in found):
-        raise invalid_argument(name, value, "a non-empty string, or a list of them")
+_INPUT = (shape_of(text), array({"type": "integer", "minimum": 0}))
+
+
+@accepts(one_of(*_INPUT, array(one_of(*_INPUT), 1, MAX_TEXTS)))
+def _inputs(name: str, value: Any) -> list[str | tuple[int, ...]]:
+    """A non-empty string or token ids, or a list of them."""
+    several = isinstance(value, list) and value and isinstance(value[0], (str, list))
+    found = value if several else [value]
     if len(found) > MAX_TEXTS:
-        raise invalid_argument(name, value, f"at most {MAX_TEXTS} strings")
-    return found
+        raise invalid_argument(name, value, f"at most {MAX_TEXTS} texts")
+    if not all(found) or not all(isinstance(each, (str, list)) for each in found):
+        raise invalid_argument(name, value, "a non-empty string or token ids, or a list of them")
+    return [each if isinstance(each, str) else token_ids(name, each) for each in found]
 
 
 @accepts(array(one_of(STRING, fields("text", text=STRING)), 1, MAX_TEXTS))
@@ -54,7 +58,7 @@ def _documents(name: str, value: Any) -> list[str]:
 
 EMBEDDING = {
     "model": Field(any_text),
-    "input": Field(_texts),
+    "input": Field(_inputs),
     "encoding_format": Field(OneOf(("float", "base64"))),
     "dimensions": Field(Integer(1)),
 }
@@ -64,8 +68,10 @@ RERANK = {
     "model": Field(any_text),
     "query": Field(any_text),
     "documents": Field(_documents),
+    "texts": Field(_documents),
     "top_n": Field(Integer(1)),
     "return_documents": Field(flag),
+    "return_text": Field(flag),
     "truncate": Field(flag),
 }
 
@@ -99,7 +105,7 @@ class EncoderEndpoint:
             field: field of the request with the texts.
 
         Raises:
-            ApiError: too many requests wait, or a text is too long.
+            ApiError: too many requests wait, a text is too long, or a token id is unknown.
         """
         if self._pending >= MAX_PENDING:
             text = "the server has too many requests; try again later"
@@ -111,7 +117,7 @@ class EncoderEndpoint:
             body = await until_disconnect(request.receive, work)
         except RequestError as error:
             if error.argument != "truncate":
-                raise
+                raise api_error(error, field) from None
             text = str(error).replace("texts[", f"{field}[", 1)
             raise ApiError(400, text, field, "context_length_exceeded") from None
         finally:
@@ -136,9 +142,9 @@ class Embeddings(EncoderEndpoint):
         form = values.get("encoding_format", "float")
         return await self._run(request, partial(self._compute, values["input"], form), "input")
 
-    def _compute(self, texts: Sequence[str], form: str) -> bytes:
+    def _compute(self, inputs: Sequence[str | tuple[int, ...]], form: str) -> bytes:
         """Return the body of the response."""
-        ids = self._model.tokens(texts)
+        ids = [self._model.tokens(x)[0] if isinstance(x, str) else list(x) for x in inputs]
         tokens = sum(map(len, ids))
         vectors = self._model.embed(ids, truncate=False)
         data = [
@@ -166,22 +172,44 @@ class Rerank(EncoderEndpoint):
         self._model = model
 
     async def rerank(self, request: Request) -> Response:
-        """``/v1/rerank``, as Jina, Cohere, vLLM and llama.cpp have it."""
-        values = await self._read(request, RERANK, "query", "documents")
-        return await self._run(request, partial(self._compute, values), "documents")
+        """``/v1/rerank``, as Jina, Cohere, vLLM and llama.cpp have it.
 
-    def _compute(self, values: Mapping[str, Any]) -> bytes:
-        """Return the body of the response."""
-        query, documents = values["query"], values["documents"]
-        truncate, top = values.get("truncate", False), values.get("top_n")
-        ranked = self._model.rerank(query, documents, top_k=top, truncate=truncate, progress=False)
-        shown = values.get("return_documents", False)
+        With ``texts`` instead of ``documents``, as text-embeddings-inference has it.
+        """
+        values = await self._read(request, RERANK, "query")
+        given = [name for name in ("documents", "texts") if name in values]
+        if not given:
+            text = "documents is missing"
+            raise ApiError(400, text, "documents", "missing_required_parameter")
+        if len(given) > 1:
+            raise ApiError(400, "give documents or texts, not both", "texts")
+        make = self._scores if given == ["texts"] else self._results
+        return await self._run(request, partial(make, values), given[0])
+
+    def _ranked(self, values: Mapping[str, Any], documents: Sequence[str]) -> list[RankedDocument]:
+        return self._model.rerank(
+            values["query"], documents, top_k=values.get("top_n"),
+            truncate=values.get("truncate", False), progress=False,
+        )  # fmt: skip
+
+    def _scores(self, values: Mapping[str, Any]) -> bytes:
+        """Return the body of the response to a request with ``texts``."""
+        texts, shown = values["texts"], values.get("return_text", False)
+        return json_bytes([
+            {"index": each.index, "score": each.score}
+            | ({"text": texts[each.index]} if shown else {})
+            for each in self._ranked(values, texts)
+        ])  # fmt: skip
+
+    def _results(self, values: Mapping[str, Any]) -> bytes:
+        """Return the body of the response to a request with ``documents``."""
+        documents, shown = values["documents"], values.get("return_documents", False)
         results = [
             {"index": each.index, "relevance_score": each.score}
             | ({"document": {"text": documents[each.index]}} if shown else {})
-            for each in ranked
+            for each in self._ranked(values, documents)
         ]
-        tokens = self._model.count_tokens([(query, text) for text in documents])
+        tokens = self._model.count_tokens([(values["query"], text) for text in documents])
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         made = {"object": "list", "model": self._served.name, "results": results, "usage": usage}
         return json_bytes({"id": "rerank-" + secrets.token_hex(12), **made})

@@ -84,8 +84,11 @@ _RESPONSE_USAGE = _all(
 )  # fmt: skip
 _PAIRS = _Operation(
     "Rank documents for a query.",
-    _all(id=STRING, model=STRING, results=array(_RANKED), usage=_USAGE),
-    RERANK, ("query", "documents"),
+    one_of(
+        _all(id=STRING, model=STRING, results=array(_RANKED), usage=_USAGE),
+        array(fields("index", "score", index=_COUNT, score=_NUMBER, text=STRING)),
+    ),
+    RERANK, ("query",),
 )  # fmt: skip
 
 _NATIVE = _Operation(

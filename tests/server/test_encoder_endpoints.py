@@ -62,13 +62,22 @@ def test_embeddings(model, client):
         assert found.usage.prompt_tokens == sum(len(model.encode(text)) for text in TEXTS)
     (one,) = client.embeddings.create(model=MODEL, input="a", dimensions=model.dim).data
     np.testing.assert_array_equal(np.array(one.embedding, np.float32), want[1])
+    mixed = [model.encode(TEXTS[0]), TEXTS[1], model.encode(TEXTS[2])]
+    for given, rows in ((mixed, want), (mixed[0], want[:1])):
+        found = client.embeddings.create(model=MODEL, input=given)
+        np.testing.assert_array_equal(
+            np.array([each.embedding for each in found.data], np.float32), rows
+        )
     assert client.models.retrieve(MODEL).max_model_len == model.max_length
 
 
 @pytest.mark.parametrize("more, param", [
     ({"input": "a " * 500}, "input"),
     ({"input": []}, "input"),
-    ({"input": [1, 2]}, "input"),
+    ({"input": [1, 10**6]}, "input"),
+    ({"input": [[1], []]}, "input"),
+    ({"input": ["a", 1]}, "input"),
+    ({"input": [1, "a"]}, "input"),
     ({"input": ["a"] * 3000}, "input"),
     ({"input": "a", "dimensions": 3}, "dimensions"),
     ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
@@ -101,6 +110,11 @@ def test_rerank(reranker, server):
     assert [each["document"]["text"] for each in found["results"]] == [
         TEXTS[each.index] for each in want[:2]
     ]
+    ask = {"query": "a", "texts": TEXTS, "return_text": True, "top_n": 2}
+    _, found = server.call("/rerank", ask)
+    assert found == [
+        {"index": each.index, "score": each.score, "text": TEXTS[each.index]} for each in want[:2]
+    ]
     ask = {"query": "a", "documents": ["a " * 500], "truncate": True, "top_n": 9}
     assert len(server.call("/v1/rerank", ask)[1]["results"]) == 1
 
@@ -112,6 +126,8 @@ def test_rerank(reranker, server):
     ({"documents": [{"title": "a"}]}, "documents"),
     ({"documents": ["a"] * 3000}, "documents"),
     ({"documents": ["b", "a " * 500]}, "documents"),
+    ({"documents": None}, "documents"),
+    ({"texts": ["a"]}, "texts"),
     ({"query": ["a"]}, "query"),
     ({"query": None}, "query"),
     ({"top_n": 0}, "top_n"),
