@@ -1,4 +1,4 @@
-"""Data movement: casts, copies, gathers of rows and columns, concatenation."""
+"""Data movement: casts, copies, gathers of rows and columns, concatenation, padding."""
 
 from __future__ import annotations
 
@@ -223,3 +223,83 @@ def _concat_sample(rows: int, inner: Shape, widths: tuple[int, int], layout: str
 def concat(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Concatenate along the last axis. a [T, ..., A], b [T, ..., B] -> [T, ..., A + B]."""
     return np.concatenate([a, b], axis=-1)
+
+
+_PADDED = {
+    "lengths": ((), (1,), (3, 0, 5, 1), (7, 0)),
+    "inner": ((), (3,), (2, 40)),
+    "layout": ("contiguous", "strided"),
+}
+
+
+def _starts(lengths: tuple[int, ...]) -> Arg:
+    def make(rng: Rng, shape: Shape) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(lengths)])
+
+    return Arg(("Q",), I32, make=make)
+
+
+def _token_places(q_start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each token's sequence, and its position in the sequence [T]."""
+    sequence = np.repeat(np.arange(len(q_start) - 1), np.diff(q_start))
+    return sequence, np.arange(len(sequence)) - q_start[sequence]
+
+
+def _rebuild_infer(x: Meta, q_start: Meta, *, length: int) -> Meta:
+    expect("x", x, None, "f32")
+    expect("q_start", q_start, 1, "i32")
+    require(length > 0, f"length = {length} is not positive")
+    return out((q_start.rows, length, *x.inner))
+
+
+def _rebuild_sample(lengths: tuple[int, ...], inner: Shape, layout: str) -> Sample:
+    args = (Arg(("T", *inner), layout=layout if inner else "contiguous"), _starts(lengths))
+    return Sample(args, {"length": 7}, {"T": sum(lengths), "Q": len(lengths) + 1})
+
+
+@op(
+    "rebuild_padding",
+    infer=_rebuild_infer,
+    cost=lambda out, x, q_start, *, env, length: Cost(0, x.nbytes + q_start.nbytes + out.nbytes),
+    tol={},
+    samples=grid(_rebuild_sample, **_PADDED),
+)
+def rebuild_padding(x: np.ndarray, q_start: np.ndarray, *, length: int) -> np.ndarray:
+    """Pad packed sequences with zeros. x [T, ...] f32, q_start [S + 1] i32 -> [S + 1, length, ...].
+
+    Sequence s has the rows q_start[s] to q_start[s + 1] - 1 of x, at most ``length``. The last
+    rectangle is zero, as the last row of `pool` is.
+    """
+    result = np.zeros((len(q_start), length, *x.shape[1:]), np.float32)
+    result[_token_places(q_start)] = x
+    return result
+
+
+def _remove_infer(x: Meta, q_start: Meta, tokens: Meta) -> Meta:
+    expect("x", x, None, "f32")
+    require(x.ndim >= 2, f"x is {x}, not rows of each sequence")
+    expect("q_start", q_start, 1, "i32")
+    expect("tokens", tokens, 1, "i32")
+    return out((tokens.rows, *x.inner[1:]))
+
+
+def _remove_sample(lengths: tuple[int, ...], inner: Shape, layout: str) -> Sample:
+    padded, tokens = Arg(("Q", 7, *inner), layout=layout), Arg(("T",), I32)
+    env = {"T": sum(lengths), "Q": len(lengths) + 1}
+    return Sample((padded, _starts(lengths), tokens), {}, env)
+
+
+@op(
+    "remove_padding",
+    infer=_remove_infer,
+    cost=lambda out, x, q_start, tokens, *, env: Cost(0, 2 * out.nbytes + q_start.nbytes),
+    tol={},
+    samples=grid(_remove_sample, **_PADDED),
+)
+def remove_padding(x: np.ndarray, q_start: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Pack padded sequences. x [S, length, ...] f32, q_start [S + 1] i32, tokens [T] -> [T, ...].
+
+    Sequence s gets the rows q_start[s] to q_start[s + 1] - 1 of the result. Of ``tokens``, such as
+    the ids, only the length is used. x may have more rectangles than there are sequences.
+    """
+    return x[_token_places(q_start)]

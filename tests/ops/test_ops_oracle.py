@@ -158,6 +158,8 @@ BAD = {
     "quantise: ragged": lambda: ops.quantise(X, dtype="q4_k"),
     "quantise: format": lambda: ops.quantise(X, dtype="f16"),
     "quantise: x": lambda: ops.quantise(POS, dtype="q8_0"),
+    "rebuild_padding: length": lambda: ops.rebuild_padding(X, POS, length=0),
+    "remove_padding: rows": lambda: ops.remove_padding(feed("b", (T,), "f32"), POS, POS),
     "gather_rows: index": lambda: ops.gather_rows(X, X),
     "argmax: axes": lambda: ops.argmax(POS),
     "scale: unknown attribute": lambda: ops.scale(X, factor=1.0, bias=2.0),

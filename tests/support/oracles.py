@@ -254,6 +254,21 @@ def pool(x, q_start, *, kind):
     return result
 
 
+def rebuild_padding(x, q_start, *, length):
+    """Row by row, as lists."""
+    blank = np.zeros(x.shape[1:]).tolist()
+    parts = [x[a:b].tolist() for a, b in zip(q_start, [*q_start[1:], q_start[-1]])]
+    padded = [rows + [blank] * (length - len(rows)) for rows in parts]
+    return np.array(padded).reshape(len(q_start), length, *x.shape[1:])
+
+
+def remove_padding(x, q_start, tokens):
+    """Row by row, as lists."""
+    counts = np.diff(q_start).tolist()
+    rows = [x[s, p].tolist() for s, count in enumerate(counts) for p in range(count)]
+    return np.array(rows).reshape(len(tokens), *x.shape[2:])
+
+
 def _sees(p, j, causal, window, prefix):
     future = j > p and not (j < prefix and p < prefix)
     return not (causal and future) and not (window and p - j >= window)
@@ -675,6 +690,8 @@ ORACLES = {
     "attention": attention,
     "packed_attention": packed_attention,
     "pool": pool,
+    "rebuild_padding": rebuild_padding,
+    "remove_padding": remove_padding,
     "kv_write": kv_write,
     "copy_blocks": copy_blocks,
     "cast": cast,

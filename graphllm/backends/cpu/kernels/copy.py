@@ -1,4 +1,4 @@
-"""Kernels that move values: copies from any strides, casts between float types, gathers."""
+"""Kernels that move values: copies from any strides, casts of floats, gathers, padding."""
 
 from __future__ import annotations
 
@@ -297,3 +297,84 @@ def concat(ctx: KernelContext) -> Launch:
         b_width=b.meta.inner[-1],
     )
     return Launch(_concat, block)
+
+
+class PaddingArgs(NamedTuple):
+    """Argument block of `rebuild_padding` and `remove_padding`."""
+
+    x: int
+    x_stride: int
+    q_start: int
+    starts: int  # address of the live length of q_start
+    rows: int  # address of the live length of axis 0 of the padded operand
+    tokens: int  # address of the live number of packed tokens
+    y: int
+    length: int  # rows of a rectangle
+    width: int  # elements of a row
+
+
+_read_padding = argument_reader(PaddingArgs)
+
+
+@kernel
+def _rebuild(p, thread, threads):
+    a = _read_padding(p)
+    q_start, starts, tokens = i32s(a.q_start), load_i64(a.starts), load_i64(a.tokens)
+    length, width = a.length, a.width
+    first, last = thread_range(starts * length, thread, threads)
+    for item in range(first, last):
+        sequence, position = item // length, item % length
+        begin = q_start[sequence]
+        end = q_start[sequence + 1] if sequence + 1 < starts else begin
+        if begin < 0 or end > tokens or end - begin > length:
+            set_status(p, STATUS_ID)
+            continue
+        target = f32s(a.y + 4 * item * width)
+        source = f32s(a.x + (begin + position) * a.x_stride)
+        if begin + position < end:
+            for i in range(width):
+                target[i] = source[i]
+        else:
+            for i in range(width):
+                target[i] = 0
+
+
+@kernel
+def _remove(p, thread, threads):
+    a = _read_padding(p)
+    q_start, starts, rows = i32s(a.q_start), load_i64(a.starts), load_i64(a.rows)
+    length, width = a.length, a.width
+    first, last = thread_range(load_i64(a.tokens), thread, threads)
+    sequence = 0
+    for token in range(first, last):
+        while sequence + 1 < starts and q_start[sequence + 1] <= token:
+            sequence += 1
+        position = token - q_start[sequence]
+        if sequence + 1 >= starts or sequence >= rows or position < 0 or position >= length:
+            set_status(p, STATUS_ID)
+            continue
+        source = f32s(a.x + sequence * a.x_stride + 4 * position * width)
+        target = f32s(a.y + 4 * token * width)
+        for i in range(width):
+            target[i] = source[i]
+
+
+@BACKEND.kernel("rebuild_padding", layout={"x": "rows"})
+def rebuild_padding(ctx: KernelContext) -> Launch:
+    x, starts = ctx.x, ctx.live(ctx.q_start.meta.rows)
+    args = PaddingArgs(
+        x.address, x.row_stride, ctx.q_start.address, starts, starts, ctx.live(x.meta.rows),
+        ctx.out.address, ctx.attrs["length"], prod(x.meta.inner),
+    )  # fmt: skip
+    return Launch(_rebuild, args)
+
+
+@BACKEND.kernel("remove_padding", layout={"x": "rows", "tokens": "any"})
+def remove_padding(ctx: KernelContext) -> Launch:
+    x, starts = ctx.x, ctx.live(ctx.q_start.meta.rows)
+    length, *inner = x.meta.inner
+    args = PaddingArgs(
+        x.address, x.row_stride, ctx.q_start.address, starts, ctx.live(x.meta.rows),
+        ctx.live(ctx.out.meta.rows), ctx.out.address, length, prod(inner),
+    )  # fmt: skip
+    return Launch(_remove, args)

@@ -2,6 +2,7 @@
 // Shared by the kernels of bidirectional attention over packed sequences.
 
 #include "attention.cuh"
+#include "sequences.cuh"
 
 struct PackedAttention {
     const u8* q;
@@ -22,18 +23,6 @@ struct PackedAttention {
     float scale;
     int kind;  // of the results: 0: float32, else as in to_half of quantize.cuh
 };
-
-// The sequence of a token: the last one that begins at or before it. All lanes of a warp take part.
-__device__ __forceinline__ int find_sequence(const int* q_start, int sequences, int token) {
-    int low = 0, high = sequences;
-#pragma unroll 1
-    while (high - low > 1) {
-        const int step = (high - low + WARP - 1) / WARP, at = low + (int)threadIdx.x % WARP * step;
-        const u32 before = __ballot_sync(FULL, at < high && q_start[at] <= token);
-        low += (__popc(before) - 1) * step, high = min(high, low + step);
-    }
-    return low;
-}
 
 // The keys of a sequence of `length` tokens that the queries at `first` to `last` see: low .. high - 1.
 struct KeyRange {
