@@ -16,9 +16,11 @@ from test_encoder_decoders import write as write_seq2seq
 from translation_tokenizers import from_transformers, marian
 from typer.testing import CliRunner
 
-from graphllm import tokenizer
+from graphllm import ops, tokenizer
 from graphllm.checkpoints import minilm
 from graphllm.cli import app
+from graphllm.embedding import EmbeddingModel
+from graphllm.graph import op
 
 pytestmark = pytest.mark.parity
 PAGE = (DOCS / "encoders.md").read_text("utf-8")
@@ -58,12 +60,16 @@ def models(tmp_path, monkeypatch):
     (path := tmp_path / "nllb").mkdir()
     from_transformers(path, "NllbTokenizer")
     write_seq2seq(path, "m2m_100", vocab_size=tokenizer.from_directory(path).vocab_size)
+    return tmp_path
 
 
 def test_the_page_runs(models, capsys):
     """Each example succeeds, and prints or writes what the text around it says."""
     names, printed, outputs = {}, [], {}
     for is_python, text in examples():
+        if file := re.match(r"# (\w+\.py)\n", text):
+            (models / file[1]).write_text(text)
+            continue
         if is_python:
             exec(text, names)
             printed.append(capsys.readouterr().out.splitlines())
@@ -83,6 +89,23 @@ def test_the_page_runs(models, capsys):
     assert len(translated) == 3 and all(float(line.split()[0]) < 0 for line in translated[1:])
     assert np.load("vectors.npy").shape == names["index"].shape
     assert all("station" not in each for each in outputs["run"])
+
+
+def test_a_model_file_with_padded_input(models, monkeypatch):
+    """The page's op averages within each sequence; the longest fills its rectangle."""
+    monkeypatch.setattr(op, "_REGISTRY", dict(ops.registry()))
+    (models / "smoothed_bert.py").write_text(next(t for _, t in examples() if "smooth(x)" in t))
+    folder, sequences = models / "small", [[5, 6, 7, 8], [9], [7] * 64]
+    folder.mkdir()
+    write_encoder(folder, hf_models.SPECS["bert"], 0)
+    with EmbeddingModel.load(folder, device="cpu") as model:
+        plain = model.engine.hidden(sequences)
+    with EmbeddingModel.load(folder, device="cpu", model_def="smoothed_bert.py") as model:
+        found = model.engine.hidden(sequences)
+    for x, have in zip(plain, found, strict=True):
+        zero = np.zeros_like(x[:1])
+        want = (x + np.concatenate([zero, x[:-1]]) + np.concatenate([x[1:], zero])) / 3
+        np.testing.assert_allclose(have, want, atol=1e-6)
 
 
 def test_a_wrong_language(models):
