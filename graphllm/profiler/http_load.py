@@ -16,6 +16,7 @@ from threading import Lock, Thread
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from ..engine.request import Sampling
 from ..errors import RequestError
 from .load_requests import LoadRequest
 from .load_times import LoadTimes, RequestTimes
@@ -23,7 +24,10 @@ from .load_times import LoadTimes, RequestTimes
 MAX_REQUESTS = 4096  # of a load, each of which may have a thread
 _TIMEOUT_S = 600.0  # between two parts of an answer
 _MAX_LINE, _MAX_BODY = 1 << 20, 1 << 20  # bytes of an event, and of another answer
+_MAX_READ, _MAX_PENDING = 1 << 16, 1 << 20  # bytes that are read at once, and parsed later
+_LAST = b"[DONE]"
 _WARM_UP_TOKENS = 4
+_SAMPLING = Sampling()  # as in a load test without a server
 
 
 @dataclass(frozen=True)
@@ -90,19 +94,14 @@ class OpenAiServer:
             response = connection.getresponse()
             if response.status != 200:
                 raise RequestError(_status(response.status, response.read(_MAX_BODY)))
-            times, usage = list[float](), dict[str, Any]()
-            while line := response.readline(_MAX_LINE):
-                if not line.startswith(b"data:"):
-                    continue
-                at, value = time.perf_counter(), line[5:].strip()
-                if value == b"[DONE]":
-                    if not times:
-                        raise RequestError("the stream has no token")
-                    return times, usage
-                event = _event(value)
-                if any(choice.get("text") for choice in event["choices"]):
-                    times.append(at)
-                usage = event["usage"] or usage
+            found = _Stream()
+            while not found.ended and (data := response.read1(_MAX_READ)):
+                found.add(time.perf_counter(), data)
+            found.parse()
+            if found.ended:
+                if not found.times:
+                    raise RequestError("the stream has no token")
+                return found.times, found.usage
             raise RequestError("the stream was cut off")
         finally:
             connection.close()
@@ -111,6 +110,54 @@ class OpenAiServer:
         kind = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         host = self._parts.hostname or ""
         return kind[self._parts.scheme](host, self._parts.port, timeout=_TIMEOUT_S)
+
+
+class _Stream:
+    """Events of a stream, which are parsed at its end.
+
+    The client may run on the cores of the server, so it does as little as it can while the server
+    computes.
+
+    Attributes:
+        times: when each event with text came.
+        usage: the last usage; empty if there was none.
+        ended: whether the last event came.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[float, bytes]] = []  # to be parsed
+        self._pending, self._rest = 0, b""
+        self.times, self.usage, self.ended = list[float](), dict[str, Any](), False
+
+    def add(self, at: float, data: bytes) -> None:
+        """Add data that came at a time. RequestError: see `parse`."""
+        self._parts.append((at, data))
+        self._pending += len(data)
+        if self._pending > _MAX_PENDING or _LAST in data:
+            self.parse()
+
+    def parse(self) -> None:
+        """Parse what came. RequestError: an event is malformed, too long or an error."""
+        for at, data in self._parts:
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            if len(self._rest) > _MAX_LINE:
+                raise RequestError(f"an event has more than {_MAX_LINE} bytes")
+            for line in lines:
+                self._parse_line(at, line)
+        self._parts.clear()
+        self._pending = 0
+
+    def _parse_line(self, at: float, line: bytes) -> None:
+        if not line.startswith(b"data:") or self.ended:
+            return
+        value = line[5:].strip()
+        if value == _LAST:
+            self.ended = True
+            return
+        event = _event(value)
+        if any(choice.get("text") for choice in event["choices"]):
+            self.times.append(at)
+        self.usage = event["usage"] or self.usage
 
 
 def _parse_url(url: str) -> SplitResult:
@@ -219,7 +266,8 @@ class _Test:
         body = {
             "model": self._model, "prompt": request.prompt, "max_tokens": request.max_tokens,
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-            "temperature": 0.8, "seed": self._seed + index,
+            "temperature": _SAMPLING.temperature, "top_k": _SAMPLING.top_k,
+            "top_p": _SAMPLING.top_p, "seed": self._seed + index,
         }  # fmt: skip
         try:
             times, usage = self._server.complete(body)
