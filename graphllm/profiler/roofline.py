@@ -102,15 +102,17 @@ class Ceilings:
     def linear_share(self, form: str, tokens: int) -> float:
         """Return the share of `flop_s` that a linear reaches; 1.0 if unknown.
 
-        The times between two measured numbers of tokens are interpolated.
+        The times between two measured numbers of tokens are interpolated. The operations of one
+        token count as at the full rate, since its time is that of the bytes.
         """
         shares = self.many.get(form, {})
         if tokens < 2 or not shares:
             return 1.0
-        counts = sorted(shares)
-        times = [count / shares[count] for count in counts]
+        known = {1: 1.0, **shares}
+        counts = sorted(known)
+        times = [count / known[count] for count in counts]
         if tokens >= counts[-1]:
-            return shares[counts[-1]]
+            return known[counts[-1]]
         return tokens / float(np.interp(tokens, counts, times))
 
     def step_overhead(self, threads: int = 0) -> float:

@@ -264,7 +264,8 @@ def test_the_share_of_a_linear_between_two_measured_numbers_of_tokens():
     found = made(many={"q4_0": {16: 0.5, 512: 1.0}})
     shares = [found.linear_share("q4_0", n) for n in (1, 2, 16, 264, 512, 4096)]
     middle = 264 / ((32 + 512) / 2)
-    assert shares == [1.0, 2 / 32, 0.5, pytest.approx(middle), 1.0, 1.0]
+    second = 2 / (1 + (32 - 1) / 15)  # one token counts as at the full rate
+    assert shares == [1.0, pytest.approx(second), 0.5, pytest.approx(middle), 1.0, 1.0]
     assert found.linear_share("f16", 16) == 1.0
 
 
