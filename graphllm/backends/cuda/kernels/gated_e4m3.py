@@ -20,14 +20,13 @@ from ..runtime.source import module
 from ..runtime.work import Launch, Work
 from .gemm import Job, multiply
 from .matrices import MAX_TOKENS, has_wgmma
+from .norm import register_units
 from .quantize import targets
 from .weight_packing import planes
 
 _MODULE = module("gated_e4m3")
 _PRODUCT = ArgumentStruct("gated_e4m3.cu", "UnscaledProduct")
 _LARGEST_F16, _LARGEST_E4M3 = 65504, 448
-_UNITS = (2, 4)  # units of a row in the registers of a warp, see norm.cuh
-_UNIT, _WARPS, _TOGETHER = 256, 16, 2  # elements of a unit; warps and rows of a block
 _ALIGNMENT = 16  # bytes of rows of factors and results, as the library asks for
 
 
@@ -42,7 +41,7 @@ def fits(ctx: KernelContext, jobs: Sequence[Job]) -> bool:
         and not any(job.bias for job in jobs)
         and ctx.upper_bound(gate.x.meta.rows) > MAX_TOKENS
         and has_wgmma(ctx) and not ctx.deterministic
-        and gate.rows % _ALIGNMENT == 0 and gate.rows <= _UNIT * _WARPS * _UNITS[-1]
+        and gate.rows % _ALIGNMENT == 0 and register_units(gate.rows)[0] > 0
     )  # fmt: skip
 
 
@@ -78,11 +77,10 @@ def _scaled(
     results: Sequence[int], factor: float,
 ) -> Launch:  # fmt: skip
     x, width = jobs[0].x, jobs[0].rows
-    units = next(each for each in _UNITS if width <= _UNIT * _WARPS * each)
-    threads = 32 * ceil(width / (_UNIT * units))
+    units, threads = register_units(width)
     scales = [planes(job.w.address, job.w.meta)[1] for job in jobs]
     gate, up = (_PRODUCT.pack(y=y, scales=own) for y, own in zip(results, scales))
     args = (gate, up, x.address + jobs[0].depth, x.row_stride, factor, targets(forms),
             ctx.live_address(x.meta.rows), width, act)  # fmt: skip
-    grid = (ceil(ctx.upper_bound(x.meta.rows) / _TOGETHER),)
+    grid = (ctx.upper_bound(x.meta.rows),)
     return Launch(_MODULE[f"gated_e4m3_{units}"], grid, (threads,), args)

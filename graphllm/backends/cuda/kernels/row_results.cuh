@@ -4,10 +4,10 @@
 #include "norm.cuh"
 #include "quantize_rows.cuh"
 
-// Store the block's row to a target with one scale; `index`: of the row.
+// Store the block's row to a target with one scale.
 template <int U>
-__device__ __forceinline__ void emit_scaled(const RowRegisters<U>& row, const Target& t, int width, i64 index) {
-    u8* to = t.at + index * t.stride;
+__device__ __forceinline__ void emit_scaled(const RowRegisters<U>& row, const Target& t, int width) {
+    u8* to = t.at + blockIdx.x * t.stride;
     u32 most = 0;
 #pragma unroll
     for (int u = 0; u < U; u++) most = larger(most, largest8(row.v + 8 * u));
@@ -22,19 +22,18 @@ __device__ __forceinline__ void emit_scaled(const RowRegisters<U>& row, const Ta
 }
 
 template <int U>
-__device__ __forceinline__ void emit_row(const RowRegisters<U>& row, const Targets& targets, int width,
-                                         i64 index = blockIdx.x) {
+__device__ __forceinline__ void emit_row(const RowRegisters<U>& row, const Targets& targets, int width) {
 #pragma unroll 1
     for (int i = 0; i < targets.count; i++) {
         const Target t = i ? targets.t[1] : targets.t[0];
         if (has_row_scale(t.block)) {
-            emit_scaled(row, t, width, index);
+            emit_scaled(row, t, width);
             continue;
         }
 #pragma unroll
         for (int u = 0; u < U; u++) {
             const int first = RowRegisters<U>::unit(u);
-            if (first < width) emit_to<8>(row.v + 8 * u, t, index, 0, first, width);
+            if (first < width) emit_to<8>(row.v + 8 * u, t, blockIdx.x, 0, first, width);
         }
     }
 }
