@@ -21,11 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from cuda_requirements import needs_tensor_cores
 
-from graphllm.backends import cuda
+from graphllm.backends import cuda, find
 from graphllm.backends.cuda import MIN_CAPABILITY
 from graphllm.backends.cuda.runtime import source
 from graphllm.errors import GraphllmError
 
+assert find("cuda").kernels  # registers all sources, also where this file is a script
 ARCHS = ("sm_75", "sm_80", "sm_90a")
 NEWEST = "gemm_bytes.cu", "gemm_halves.cu", "gated_e4m3.cu"  # for the last of these only
 # Bytes of local memory of a kernel: `finish` with bitmaps of allowed ids lacks two registers, and
@@ -254,7 +255,8 @@ def main(files: list[str]) -> int:
     failures = 0
     for (made, arch), log in zip(pairs, compiled_logs(pairs)):
         problem = log if isinstance(log, GraphllmError) else spills(log)
-        if problem:
+        allowed = ALLOWED.get((made.file, arch), 0)
+        if isinstance(problem, GraphllmError) or max(problem.values(), default=0) > allowed:
             failures += 1
             print(f"{made} for {arch}: {problem}")
     print(f"{len(pairs) - failures} of {len(pairs)} compile without local memory")
