@@ -102,7 +102,10 @@ def test_logits(name, variant, device, tmp_path):
 
 
 def test_ctranslate2_gives_the_same_answers(tmp_path):
-    """A conversion of T5, which knows tokens by their texts, greedy and with beams."""
+    """A conversion of T5, which knows tokens by their texts, greedy and with beams.
+
+    With a length penalty of 1, CTranslate2 ends some searches before transformers does.
+    """
     ctranslate2 = pytest.importorskip("ctranslate2")
     import transformers
 
@@ -116,7 +119,7 @@ def test_ctranslate2_gives_the_same_answers(tmp_path):
     with load(tmp_path) as llm:
         for own, other in (
             ({"temperature": 0}, {"beam_size": 1}),
-            ({"beams": 4}, {"beam_size": 4}),
+            ({"beams": 4, "length_penalty": 0.3}, {"beam_size": 4, "length_penalty": 0.3}),
             ({"beams": 5, "length_penalty": 0.3}, {"beam_size": 5, "length_penalty": 0.3}),
         ):
             found = translator.translate_batch(
