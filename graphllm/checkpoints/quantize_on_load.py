@@ -14,10 +14,13 @@ from .. import backends as registry
 from .. import ops
 from ..backends import Backend, Bound, Device, Header, Kernel, Operand, Options
 from ..errors import GraphllmError, ModelFileError, PlacementError, RequestError, quote
-from ..formats import ROW_FORMATS, WEIGHT_FORMATS, fallback_of
-from ..formats.quantization import Blocks
-from ..graph.dtype import DTYPES, DType
+from ..formats import ROW_FORMATS, WEIGHT_FORMATS, activation_of, fallback_of
+from ..formats.activations import LAYOUTS
+from ..formats.quantization import Blocks, dequantise
+from ..graph.dtype import DTYPES, F32, DType
 from ..graph.tensor import Meta, Tensor, weight
+from ..model.config import EncoderConfig
+from ..ops.rotation import rotate_blocks
 from ..weights import Weights
 
 if TYPE_CHECKING:
@@ -45,6 +48,26 @@ def kept_as_stored(config: ModelConfig, kind: str) -> Callable[[str], bool]:
     return lambda name: f".{name}".endswith(ends)
 
 
+def rotated_rows(
+    config: ModelConfig, kind: str, backends: Sequence[str] | None
+) -> Callable[[str], bool]:
+    """Return whether the rows of a weight are rotated before they are quantised; `ops.hadamard`.
+
+    Those of an encoder's layers are, if ``kind`` has int8 activations and at least 8 bits: with
+    fewer bits the error of the weights dominates. The first usable backend must work in host
+    memory, as GPUs do not quantise the activations of many tokens.
+    """
+    form = DTYPES.get(kind)
+    activation = form and activation_of(form)
+    exact = form is not None and form.nbytes >= form.block
+    applies = exact and activation in LAYOUTS and LAYOUTS[activation].q == np.int8
+    first = registry.select_usable(backends or registry.names())[0][0]
+    if not (applies and isinstance(config, EncoderConfig) and first.memory == "host"):
+        return lambda name: False
+    prefix = f"{config.names.model}.{config.names.layers}.".lstrip(".")
+    return lambda name: name.startswith(prefix)
+
+
 class QuantizedWeights:
     """Weights of another source, with matrices converted to the format ``kind``.
 
@@ -57,6 +80,7 @@ class QuantizedWeights:
         weights: Source.
         kind: One of `KINDS`.
         keep: Whether the weight with this name stays as stored.
+        rotate: Whether a matrix with this name is rotated if it becomes a quantised one.
         backends: Names of backends to convert on, by preference; all by default. Backends with
             their own memory are skipped.
         options: Options of the backends.
@@ -72,11 +96,12 @@ class QuantizedWeights:
         keep: Callable[[str], bool] = lambda name: False,
         backends: Sequence[str] | None = None,
         options: Options | None = None,
+        rotate: Callable[[str], bool] = lambda name: False,
     ) -> None:
         if kind not in KINDS:
             raise RequestError(f"unknown type {quote(kind)} of weights; known: {', '.join(KINDS)}")
         self.kind = DTYPES[kind]
-        self._weights, self._keep = weights, keep
+        self._weights, self._keep, self._rotate = weights, keep, rotate
         self._convert = Converter(backends, options or Options())
         # Converted matrices are shared while in use: a tied head and the embedding are one matrix.
         self._made: WeakValueDictionary[str, np.ndarray] = WeakValueDictionary()
@@ -102,6 +127,13 @@ class QuantizedWeights:
                 return stored.dtype if same_size else form  # f16 has no reason to become bf16
         return stored.dtype
 
+    def is_rotated(self, name: str) -> bool:
+        """Return whether the linear of a weight must rotate its input, too."""
+        stored = self._weights.meta(name)
+        if stored is None or not self._rotate(name):
+            return False
+        return self._wanted(name, stored) == self.kind != stored.dtype
+
     def _fallback(self) -> DType:
         """Return the format of matrices whose rows are not whole blocks of ``kind``."""
         return fallback_of(self.kind) or self.kind
@@ -122,7 +154,10 @@ class QuantizedWeights:
             return self._weights.raw(name)
         made = self._made.get(name)
         if made is None:
-            made = self._convert(self._weights.raw(name), stored, self._wanted(name, stored), name)
+            made = self._convert(
+                self._weights.raw(name), stored, self._wanted(name, stored), name,
+                rotated=self.is_rotated(name),
+            )  # fmt: skip
             self._weights.release(name)
             self._made[name] = made
         return made
@@ -167,11 +202,12 @@ class Converter:
         self.notes: dict[str, None] = {}
 
     def __call__(
-        self, raw: np.ndarray, stored: Meta, wanted: DType, name: str, row: int = 0
-    ) -> np.ndarray:
+        self, raw: np.ndarray, stored: Meta, wanted: DType, name: str, row: int = 0,
+        rotated: bool = False,
+    ) -> np.ndarray:  # fmt: skip
         """Convert a float matrix to ``wanted`` in tiles of rows: uint8 [rows, row_bytes].
 
-        ``row`` is the number of the first row in messages.
+        ``row`` is the number of the first row in messages; ``rotated``: rows are rotated before.
         """
         *axes, elements = (int(d) for d in stored.shape)  # type: ignore[arg-type]
         rows = math.prod(axes)
@@ -182,7 +218,7 @@ class Converter:
             tile = slice(first, first + step)
             values = Blocks(np.ascontiguousarray(raw[tile]), stored.dtype, elements)
             try:
-                self._convert(values, wanted, made[tile])
+                self._convert(_rotated(values) if rotated else values, wanted, made[tile])
             except GraphllmError:
                 check_finite(values, name, row + first)
                 raise
@@ -220,6 +256,11 @@ class Converter:
                 return self._devices[backend.name], kernel
             reasons.append(kernel)
         raise PlacementError(f"{node.op}: {'; '.join(reasons)}")
+
+
+def _rotated(values: Blocks) -> Blocks:
+    rows = rotate_blocks(dequantise(values.raw, values.dtype))
+    return Blocks(rows.view(np.uint8), F32, values.elements)
 
 
 def has_nonfinite(made: np.ndarray, dtype: DType) -> bool:

@@ -151,9 +151,11 @@ def build_model(
         config = replace(config, head=config.heads[head])
     weights = file.weights(spec, config)
     if kind is not None:
-        from ..checkpoints.quantize_on_load import QuantizedWeights, kept_as_stored
+        from ..checkpoints import quantize_on_load as on_load
 
-        weights = QuantizedWeights(weights, kind, kept_as_stored(config, kind), backends, options)
+        keep = on_load.kept_as_stored(config, kind)
+        rotate = on_load.rotated_rows(config, kind, backends)
+        weights = on_load.QuantizedWeights(weights, kind, keep, backends, options, rotate)
     build: Callable[[Any, Weights], Decoder | Encoder] = spec.model
     return build(config, weights)
 

@@ -78,7 +78,10 @@ class Module:
         with scope(name):
             w = self.weight("weight", out, x.shape[-1])  # type: ignore[arg-type]
             biased = self.has("bias") if bias is None else bias
-            return ops.linear(self.reordered(x), w, self.vector("bias", out) if biased else None)
+            x = self.reordered(x)
+            if self.weights.is_rotated(w.name):
+                x = ops.hadamard(x)
+            return ops.linear(x, w, self.vector("bias", out) if biased else None)
 
     def reordered(self, x: Tensor) -> Tensor:
         """x [T, K] with its columns in the order of the weight of the current scope.

@@ -92,6 +92,11 @@ class ModelWeights:
         self._vectors.add(name)
         return True
 
+    def is_rotated(self, name: str) -> bool:
+        """Return whether the source has rotated the rows of a matrix; see `ops.hadamard`."""
+        found = getattr(self.source, "is_rotated", None)
+        return found is not None and found(name)
+
     def names(self) -> Iterable[str]:
         return self.source.names()
 

@@ -666,11 +666,24 @@ def advance(sampled, ids, pos, kv_len, count, history, *groups, block):
     return ids
 
 
+def hadamard(x):
+    """Sylvester's recursion for blocks of 16, in float32."""
+
+    def transform(rows):
+        if rows.shape[1] == 1:
+            return rows
+        low, high = map(transform, np.hsplit(rows, 2))
+        return np.hstack((low + high, low - high))
+
+    return (transform(x.reshape(-1, 16)) * F32(0.25)).reshape(x.shape)
+
+
 def same(x, memory=None):
     return np.array(x.tolist(), x.dtype).reshape(x.shape)
 
 
 ORACLES = {
+    "hadamard": hadamard,
     "add": lambda a, b: a.astype(np.float64) + b,
     "mul": lambda a, b: a.astype(np.float64) * b,
     "scale": each(lambda x, factor: x * float(F32(factor))),

@@ -228,3 +228,72 @@ def layer_norm_quantise(
 ) -> Any:
     """The layer norm of x in each of ``dtypes``, f32 or quantised. [T, D], [D], [D] -> [T, D]."""
     return quantise_to(get("layer_norm")(x, w, b, eps=eps), dtypes)
+
+
+# ---------------------------------------------------------------------------------------- rotated
+
+
+def _propose_layer_norm_hadamard(node: Tensor, users: Users) -> Proposal | None:
+    rotated = next((user for user in users(node) if user.op == "hadamard"), None)
+    dtypes = quantised_dtypes(rotated, users) if rotated else ()
+    if not dtypes or len(node.shape) != 2:
+        return None
+    if len(users(node)) > 1:  # a residual connection reads the norm itself
+        dtypes = ("f32", *dtypes)
+    return node.src, {"eps": node.attrs["eps"], "dtypes": dtypes}
+
+
+@fused_op(
+    "layer_norm_hadamard",
+    anchor="layer_norm",
+    propose=_propose_layer_norm_hadamard,
+    tol=TOL,
+    samples=grid(
+        lambda rows, width, layout, bias, dtypes: Sample(
+            (row_arg(width, layout), weight_arg(width), weight_arg(width) if bias else None),
+            {"eps": 1e-6, "dtypes": dtypes},
+            {"T": rows},
+        ),
+        rows=(0, 1, 7),
+        width=(256, 768),
+        layout=LAYOUTS,
+        bias=(False, True),
+        dtypes=(("a8_32",), ("f32", "a8_32"), ("f32", "a8_256")),
+    ),
+)
+def layer_norm_hadamard(
+    x: Tensor, w: Tensor, b: Tensor | None = None, *, eps: float, dtypes: tuple[str, ...]
+) -> Any:
+    """The layer norm of x, f32 or rotated and quantised, in each of ``dtypes``.
+
+    [T, D], [D], [D] -> [T, D] each. f32, the norm itself, is first if it is a result.
+    """
+    norm = get("layer_norm")(x, w, b, eps=eps)
+    own = ("f32",) if "f32" in dtypes else ()
+    rotated = quantise_to(get("hadamard")(norm), dtypes[len(own) :])
+    return (norm, *rotated) if own else rotated
+
+
+def _propose_hadamard_quantise(node: Tensor, users: Users) -> Proposal | None:
+    (x,) = node.src
+    return (x.src, {"dtype": node.attrs["dtype"]}) if is_op(x, "hadamard") else None  # type: ignore[union-attr]
+
+
+@fused_op(
+    "hadamard_quantise",
+    anchor="quantise_act",
+    propose=_propose_hadamard_quantise,
+    tol={},
+    samples=grid(
+        lambda rows, width, layout, dtype: Sample(
+            (row_arg(width, layout),), {"dtype": dtype}, {"T": rows}
+        ),
+        rows=(0, 1, 7),
+        width=(256, 768),
+        layout=LAYOUTS,
+        dtype=("a8_32", "a8_256"),
+    ),
+)
+def hadamard_quantise(x: Tensor, *, dtype: str) -> Any:
+    """x [T, D], rotated and quantised to ``dtype``: [T, D]."""
+    return get("quantise_act")(get("hadamard")(x), dtype=dtype)

@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from math import prod, sqrt
 from typing import Any, NamedTuple
 
-from ... import ROWS
+from ....formats import A8_32, A8_256
+from ....graph.dtype import DTYPES, F32
+from ....graph.tensor import Tensor
+from ... import ROWS, Options
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.jit import f32s, helper, kernel, load_i64
 from ..runtime.lazy_numba import float32
+from ..simd.hadamard import rotate_blocks
 from ..simd.math import exp32
 from .elementwise import thread_range
 from .linear_microkernels import workspace
@@ -231,7 +235,10 @@ def norm_quantise(ctx: KernelContext) -> list[Launch]:
 
 
 class LayerNormArgs(NamedTuple):
-    """Argument block of layer_norm and layer_norm_quantise."""
+    """Argument block of layer_norm, layer_norm_quantise and layer_norm_hadamard.
+
+    y is written as the norm is, y2 after a rotation if ``rotated``.
+    """
 
     x: int
     x_stride: int
@@ -241,12 +248,13 @@ class LayerNormArgs(NamedTuple):
     weight: int
     bias: int  # 0: none
     eps: float
-    y: int
+    y: int  # 0: unused, as y2
     y_stride: int
     y_block: int  # see `Target`
-    y2: int  # 0: one target
+    y2: int
     y2_stride: int
     y2_block: int
+    rotated: int
 
 
 _read_layer_norm = argument_reader(LayerNormArgs)
@@ -282,7 +290,10 @@ def _layer_norm(p, thread, threads):
             if a.bias != 0:
                 for i in range(count):
                     target[i] += bias[i]
-            write_row(normed, a.y + line * a.y_stride, a.y_block, column, count, width)
+            if a.y != 0:
+                write_row(normed, a.y + line * a.y_stride, a.y_block, column, count, width)
+            if a.rotated != 0:
+                rotate_blocks(normed, normed, count)
             if a.y2 != 0:
                 write_row(normed, a.y2 + line * a.y2_stride, a.y2_block, column, count, width)
 
@@ -305,8 +316,26 @@ def layer_norm_quantise(ctx: KernelContext) -> list[Launch]:
     return [_layer_norm_launch(ctx, own), *quantising]
 
 
-def _layer_norm_launch(ctx: KernelContext, own: Sequence[Target]) -> Launch:
-    """Launch the kernel, which writes each row to the targets."""
+def _one_in_blocks(node: Tensor, options: Options) -> str | None:
+    kinds = [DTYPES[name] for name in node.attrs["dtypes"] if name != F32.name]
+    if len(kinds) > 1:
+        return "a row is quantised to several formats"
+    return None if kinds[0] in (A8_32, A8_256) else f"results are {kinds[0]}"
+
+
+@BACKEND.kernel(
+    "layer_norm_hadamard",
+    when=_one_in_blocks,
+    dtypes=dict.fromkeys(("x", "w", "b"), "f32"),
+    layout={"x": ROWS},
+)
+def layer_norm_hadamard(ctx: KernelContext) -> Launch:
+    own, _ = targets(ctx, ctx.results, ctx.x.meta, ctx.scratch, same_rows=True)
+    return _layer_norm_launch(ctx, [UNUSED, *own][-2:], rotated=True)
+
+
+def _layer_norm_launch(ctx: KernelContext, own: Sequence[Target], rotated: bool = False) -> Launch:
+    """Launch the kernel, which writes each row to the targets, to the second one ``rotated``."""
     x, (y, y2) = ctx.x, [*own, UNUSED][:2]
     width = x.meta.shape[-1]
     block = LayerNormArgs(
@@ -324,5 +353,6 @@ def _layer_norm_launch(ctx: KernelContext, own: Sequence[Target]) -> Launch:
         y2=y2.address,
         y2_stride=y2.stride,
         y2_block=y2.block,
+        rotated=int(rotated),
     )
     return Launch(_layer_norm, block)

@@ -16,6 +16,8 @@ from ..runtime.jit import Kernel, kernel, load_i64, next_chunk, set_status
 from ..runtime.lazy_numba import intrinsic, ir, types
 from ..runtime.thread_pool import STATUS_VALUE
 from ..simd.emitter import F32, F32S, I8, I16, I32, I32S, LANES, VECTOR, Emitter, Value
+from ..simd.hadamard import rotate_blocks
+from .linear_microkernels import workspace
 
 _CHUNK_COLUMNS = 4096  # columns that a thread takes at a time
 _TINY_BITS = 0x0D800000  # of 2**-100
@@ -87,10 +89,12 @@ _read_quantise = argument_reader(QuantiseArgs)
 
 
 @cache
-def quantise_kernel(block: int) -> Kernel:
-    """Make a kernel that quantises float32 rows in blocks of 32 or 256."""
+def quantise_kernel(block: int, rotated: bool = False) -> Kernel:
+    """Make a kernel that quantises float32 rows in blocks of 32 or 256, perhaps ``rotated``."""
     chunk_blocks = _CHUNK_COLUMNS // block
     sum_bytes = 4 if block == 32 else 32  # of a block
+
+    buffer_bytes = 4 * _CHUNK_COLUMNS if rotated else 0
 
     @kernel
     def quantise(p, thread, threads):
@@ -99,12 +103,16 @@ def quantise_kernel(block: int) -> Kernel:
         chunks = (blocks + chunk_blocks - 1) // chunk_blocks
         line_bytes = k + blocks * (4 + sum_bytes)
         items = load_i64(a.rows) * inner * chunks
-        item = next_chunk(p)
+        item, turned = next_chunk(p), workspace(buffer_bytes)
         while item < items:
             line, first = item // chunks, item % chunks * chunk_blocks
             t, j = line // inner, line % inner
             source, target = a.x + t * a.x_stride + 4 * j * k, a.y + t * a.y_stride + j * line_bytes
-            for i in range(first, min(first + chunk_blocks, blocks)):
+            last = min(first + chunk_blocks, blocks)
+            if rotated:
+                rotate_blocks(source + 4 * block * first, turned, block * (last - first))
+                source = turned - 4 * block * first
+            for i in range(first, last):
                 d, s = target + k + 4 * i, target + k + 4 * blocks + sum_bytes * i
                 quantise_block(block, source + 4 * block * i, target + block * i, d, s)
             item = next_chunk(p)
@@ -112,8 +120,8 @@ def quantise_kernel(block: int) -> Kernel:
     return quantise
 
 
-def launch_act(ctx: KernelContext) -> Launch:
-    """Launch `quantise_act` to a format with blocks."""
+def launch_act(ctx: KernelContext, rotated: bool = False) -> Launch:
+    """Launch `quantise_act`, or if ``rotated`` `hadamard_quantise`, to a format with blocks."""
     x, out = ctx.x, ctx.out
     block = QuantiseArgs(
         x=x.address,
@@ -124,7 +132,7 @@ def launch_act(ctx: KernelContext) -> Launch:
         inner=prod(x.meta.inner[:-1]),
         k=x.meta.inner[-1],
     )
-    return Launch(quantise_kernel(DTYPES[ctx.attrs["dtype"]].block), block)
+    return Launch(quantise_kernel(DTYPES[ctx.attrs["dtype"]].block, rotated), block)
 
 
 # ---------------------------------------------------------------------------------------- weights
