@@ -20,7 +20,7 @@ from ..formats.quantization import Blocks, dequantise
 from ..graph.dtype import DTYPES, F32, DType
 from ..graph.tensor import Meta, Tensor, weight
 from ..model.config import EncoderConfig
-from ..ops.rotation import rotate_blocks
+from ..ops.linear import rotate_blocks
 from ..weights import Weights
 
 if TYPE_CHECKING:

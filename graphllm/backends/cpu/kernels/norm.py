@@ -18,10 +18,10 @@ from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.jit import f32s, helper, kernel, load_i64
 from ..runtime.lazy_numba import float32
-from ..simd.hadamard import rotate_blocks
 from ..simd.math import exp32
 from .elementwise import thread_range
 from .linear_microkernels import workspace
+from .quantize import rotate_blocks
 from .quantize_rows import (
     COLUMNS,
     ROW_BYTES,

@@ -16,7 +16,6 @@ from ..runtime.jit import Kernel, kernel, load_i64, next_chunk, set_status
 from ..runtime.lazy_numba import intrinsic, ir, types
 from ..runtime.thread_pool import STATUS_VALUE
 from ..simd.emitter import F32, F32S, I8, I16, I32, I32S, LANES, VECTOR, Emitter, Value
-from ..simd.hadamard import rotate_blocks
 from .linear_microkernels import workspace
 
 _CHUNK_COLUMNS = 4096  # columns that a thread takes at a time
@@ -71,6 +70,37 @@ def quantise_block(typingctx, block, x, q, d, s):
         return context.get_dummy_value()
 
     return types.none(block, *[types.int64] * 4), generate
+
+
+def _rotated(e: Emitter, x: Value) -> Value:
+    """The fast Walsh-Hadamard transform of the lanes of x, divided by 4.
+
+    A product with 1 or -1 is exact, so `madd` has the bits of a sum or a difference.
+    """
+    for distance in (1, 2, 4, 8):
+        other = ir.Constant(I32S, [lane ^ distance for lane in range(LANES)])
+        signs = ir.Constant(F32S, [-1.0 if lane & distance else 1.0 for lane in range(LANES)])
+        x = e.madd(x, signs, e.b.shuffle_vector(x, x, other))
+    return e.mul(x, e.f32(0.25))
+
+
+@intrinsic
+def rotate_blocks(typingctx, source, target, count):
+    """Rotate ``count`` float32, whole blocks of 16, from ``source`` to ``target``; may be equal.
+
+    A block is a vector; the bits are those of `graphllm.ops.linear.hadamard`.
+    """
+
+    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
+        e = Emitter(builder)
+        source, target, count = given
+        with e.loop(e.b.sdiv(count, e.count(LANES))) as loop:
+            at = e.times(loop.index, VECTOR)
+            e.store(_rotated(e, e.load_f32(e.at(source, at))), e.at(target, at))
+        return context.get_dummy_value()
+
+    number = types.int64
+    return types.none(number, number, number), generate
 
 
 class QuantiseArgs(NamedTuple):

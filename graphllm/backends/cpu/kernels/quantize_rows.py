@@ -29,7 +29,7 @@ from ..runtime.thread_pool import STATUS_VALUE
 from ..simd.emitter import F32S, I8S, I32, I64, LANES, Value
 from . import quantize
 from .elementwise import thread_range
-from .quantize import INF_BITS, LOADS, quantise_block, scale_factors
+from .quantize import INF_BITS, LOADS, quantise_block, rotate_blocks, scale_factors
 
 BY_ROWS = (A8_ROW, F8_ROW, F8_128)  # activations that these kernels write
 _LEAST_NORMAL = 0x3C800000  # bits of 2^-6, the least normal number of e4m3
@@ -283,3 +283,44 @@ def _has_encoder(node: Tensor, options: Options) -> str | None:
 @BACKEND.kernel("quantise", dtypes={"x": tuple(LOADS)}, layout={"x": ROWS}, when=_has_encoder)
 def quantise(ctx: KernelContext) -> Launch:
     return _launch(ctx) if ctx.out.dtype.name in ROW_FORMATS else quantize.launch_weights(ctx)
+
+
+# --------------------------------------------------------------------------------------- rotation
+
+
+class HadamardArgs(NamedTuple):
+    """Argument block of `hadamard`."""
+
+    x: int
+    x_stride: int
+    y: int
+    rows: int  # address of the live count
+    width: int  # elements of a row
+
+
+_read_hadamard = argument_reader(HadamardArgs)
+
+
+@kernel
+def _hadamard(p, thread, threads):
+    a = _read_hadamard(p)
+    first, last = thread_range(load_i64(a.rows), thread, threads)
+    for row in range(first, last):
+        rotate_blocks(a.x + row * a.x_stride, a.y + 4 * row * a.width, a.width)
+
+
+@BACKEND.kernel("hadamard", dtypes={"x": "f32"}, layout={"x": ROWS})
+def hadamard(ctx: KernelContext) -> Launch:
+    x = ctx.x
+    args = x.address, x.row_stride, ctx.out.address, ctx.live(x.meta.rows), prod(x.meta.inner)
+    return Launch(_hadamard, HadamardArgs(*args))
+
+
+def _in_blocks(node: Tensor, options: Options) -> str | None:
+    by_rows = DTYPES[node.attrs["dtype"]] in BY_ROWS
+    return "results are quantised by rows" if by_rows else None
+
+
+@BACKEND.kernel("hadamard_quantise", dtypes={"x": "f32"}, layout={"x": ROWS}, when=_in_blocks)
+def hadamard_quantise(ctx: KernelContext) -> Launch:
+    return quantize.launch_act(ctx, rotated=True)
