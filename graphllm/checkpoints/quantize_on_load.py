@@ -15,12 +15,11 @@ from .. import ops
 from ..backends import Backend, Bound, Device, Header, Kernel, Operand, Options
 from ..errors import GraphllmError, ModelFileError, PlacementError, RequestError, quote
 from ..formats import ROW_FORMATS, WEIGHT_FORMATS, activation_of, fallback_of
-from ..formats.activations import LAYOUTS
+from ..formats.activations import LAYOUTS, rotate_blocks
 from ..formats.quantization import Blocks, dequantise
 from ..graph.dtype import DTYPES, F32, DType
 from ..graph.tensor import Meta, Tensor, weight
 from ..model.config import EncoderConfig
-from ..ops.linear import rotate_blocks
 from ..weights import Weights
 
 if TYPE_CHECKING:

@@ -65,6 +65,7 @@ ACTIVATIONS = tuple(LAYOUTS)
 # Blocks whose largest magnitude is below this are stored as zero: above it neither the scale nor
 # its inverse leaves the normal float32 range, so flush-to-zero hardware computes the same bits.
 ACT_TINY = F32(2.0**-100)
+ROTATED = 16  # elements that are rotated together; the scale 1 / sqrt(16) is exact
 
 
 def _layout_of(dtype: DType, elements: int) -> Layout:
@@ -166,3 +167,15 @@ def scaled(q: Array, d: Array) -> Array:
     """Return d * q as float32 [rows, K], rounded once. q [rows, K], d [rows, blocks]."""
     blocks = q.reshape(*d.shape, q.shape[1] // max(1, d.shape[1])).astype(F32)
     return (d[..., None] * blocks).reshape(q.shape)
+
+
+def rotate_blocks(x: Array) -> Array:
+    """Return x, float32 [..., K], times the normalised Hadamard matrix in blocks of `ROTATED`.
+
+    The order of additions is that of the fast Walsh-Hadamard transform.
+    """
+    shape = x.shape
+    for distance in (1, 2, 4, 8):
+        low, high = np.moveaxis(x.reshape(-1, 2, distance), 1, 0)
+        x = np.stack((low + high, low - high), axis=1)
+    return x.reshape(shape) * F32(0.25)

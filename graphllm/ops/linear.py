@@ -17,7 +17,7 @@ from ..formats import (
     blocks_of,
 )
 from ..formats import activations as activation_formats
-from ..formats.activations import A8_ROW
+from ..formats.activations import A8_ROW, ROTATED, rotate_blocks
 from ..formats.legacy import Q8_0
 from ..formats.quantization import Blocks
 from ..formats.row_format import FP8, W8A8
@@ -42,7 +42,6 @@ from ..graph.tensor import Env, Meta
 from .embedding import expect_weight
 
 _TILE_BYTES = 16 << 20  # maximum size of the weights that are dequantised at a time
-ROTATED = 16  # elements that `hadamard` rotates together; the scale 1 / sqrt(16) is exact
 # Dtypes of `quantise_act`.
 ACTIVATION_DTYPES = (*(kind.name for kind in ACTIVATIONS), "f16", "bf16")
 
@@ -315,18 +314,6 @@ def _hadamard_infer(x: Meta) -> Meta:
 
 def _hadamard_sample(rows: int, inner: Shape, layout: str) -> Sample:
     return Sample((Arg(("T", *inner), layout=layout),), {}, {"T": rows})
-
-
-def rotate_blocks(x: np.ndarray) -> np.ndarray:
-    """Return x, float32 [..., K], rotated as `hadamard` says.
-
-    The order of additions is that of the fast Walsh-Hadamard transform.
-    """
-    shape = x.shape
-    for distance in (1, 2, 4, 8):
-        low, high = np.moveaxis(x.reshape(-1, 2, distance), 1, 0)
-        x = np.stack((low + high, low - high), axis=1)
-    return x.reshape(shape) * np.float32(0.25)
 
 
 @op(

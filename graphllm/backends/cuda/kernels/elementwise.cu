@@ -40,6 +40,24 @@ UNARY(sigmoid, 1.f / (1.f + expf(-x)))
 UNARY(gelu_tanh, act_gelu_tanh(x))
 UNARY(gelu_erf, act_gelu_erf(x))
 
+// Blocks of 16 columns times the normalised Hadamard matrix. Its sums have the order of the NumPy
+// body, so that the bits are the same. A thread holds a column; a block's are neighbours in a warp.
+extern "C" __global__ void hadamard(const u8* x, i64 stride, float* out, const i64* live,
+                                    int width TIMESTAMPS) {
+    RECORD_TIMESTAMPS
+    const i64 rows = begin(live);
+    i64 row = blockIdx.x;
+    if (row >= rows) return;
+    int column = blockIdx.y * blockDim.x + threadIdx.x;
+    float v = column < width ? ((const float*)(x + row * stride))[column] : 0.f;
+#pragma unroll
+    for (int distance = 1; distance < 16; distance *= 2) {
+        float other = __shfl_xor_sync(~0u, v, distance);
+        v = column & distance ? other - v : v + other;
+    }
+    if (column < width) out[row * width + column] = 0.25f * v;
+}
+
 __device__ __forceinline__ float as_float(float x) { return x; }
 __device__ __forceinline__ float as_float(u16 x) { return from_f16(x); }
 

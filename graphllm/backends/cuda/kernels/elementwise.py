@@ -75,6 +75,13 @@ def gelu(ctx: KernelContext) -> Launch:
     return _unary(ctx, f"gelu_{ctx.attrs['kind']}")
 
 
+@BACKEND.kernel("hadamard", **_ROWS)
+def hadamard(ctx: KernelContext) -> Launch:
+    x = ctx.x
+    args = (x.address, x.row_stride, ctx.out.address, ctx.live_address(x.meta.rows), x.width)
+    return Launch(_MODULE["hadamard"], rows_grid(ctx, x, _THREADS), (_THREADS,), args)
+
+
 # ------------------------------------------------------------------------------------ two operands
 
 
