@@ -47,7 +47,7 @@ def _gpu():
 def captured(request, monkeypatch):
     """Whether plans are replayed as CUDA graphs from the second run on, or launched one by one."""
     if not request.param:
-        monkeypatch.setattr("graphllm.backends.cuda.runtime.device.MAX_GRAPH_ROWS", -1)
+        monkeypatch.setattr("graphllm.backends.cuda.runtime.segment.MAX_GRAPHS", 0)
     return request.param
 
 

@@ -84,7 +84,7 @@ def test_out_of_memory_for_a_graph(fails):
     setattr(graph if fails == "upload" else stream, fails, failing(2))
     made = []
     held = gpu(stream=stream, prepare=lambda launch: lambda: made.append(launch))
-    sequence = LaunchSequence(held, [LAUNCH, LAUNCH], True)
+    sequence = LaunchSequence(held, [LAUNCH, LAUNCH], int)
     sequence()
     for _ in range(2):
         with pytest.raises(OutOfMemory, match="a CUDA graph of 2 launches: more is needed in the"):
@@ -93,7 +93,7 @@ def test_out_of_memory_for_a_graph(fails):
     made.clear()
     sequence()
     first = replace(LAUNCH, programmatic=False)  # its inputs must be complete
-    assert made == [first, LAUNCH, "graph"] and sequence.captured
+    assert made == [first, LAUNCH, "graph"] and sequence.replayed
 
 
 def test_out_of_memory_for_a_launch():

@@ -91,7 +91,7 @@ def test_timed_steps_are_replayed_and_run_ahead(ahead, plain):
         ids, runs = noted(ahead, 40)
         assert ids == want and 39 <= len(runs) <= 41  # the last steps may not be read
     ((segment, _),) = ahead.executor.segments(ahead.decode_plan())
-    assert segment.timed.sequence.captured and segment.timed.sequence.submissions == 1
+    assert segment.timed.sequence.replayed and segment.timed.sequence.submissions == 1
 
 
 def test_times_are_in_order_on_the_clock_of_the_host(ahead):

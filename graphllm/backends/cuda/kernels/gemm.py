@@ -131,7 +131,7 @@ def multiply(ctx: KernelContext, x: OperandRef, products: Sequence[cublaslt.Matm
 def _call(ctx: KernelContext, x: OperandRef, p: cublaslt.Matmul) -> HostCall:
     rows = x.meta.rows
     ctx.live_address(rows)  # adds the dimension to the header
-    return HostCall(lambda: cublaslt.matmul(ctx.device, p, ctx.live_value(rows)))
+    return HostCall(lambda: cublaslt.matmul(ctx.device, p, ctx.live_value(rows)), rows)
 
 
 def _as_batch(a: cublaslt.Matmul, b: cublaslt.Matmul) -> cublaslt.Matmul | None:

@@ -24,9 +24,9 @@ from .dependencies import InFlight, Ordering, Region, region, written
 from .source import Function, load_or_compile_all
 from .work import HostCall, Launch, Work
 
-# Plans of at most this many rows are captured as CUDA graphs: decode of 256 sequences, whose
-# q_start has one element more.
-MAX_GRAPH_ROWS = 257
+# Runs of plans with more rows are throttled: more than decode of 256 sequences, whose q_start has
+# one element more.
+MAX_UNTHROTTLED_ROWS = 257
 
 
 class KernelContext(kernel_context.KernelContext[OperandRef]):
@@ -230,10 +230,11 @@ class CudaDevice:
         work, contexts = self.work(steps, header)
         self._load([w.function for part in work for w in part if isinstance(w, Launch)])
         rows = [o.meta.rows for step in steps for o in (*step.inputs, step.out) if o is not None]
-        small = all(row.hi <= MAX_GRAPH_ROWS for row in rows if isinstance(row, Var))
+        large = any(row.hi > MAX_UNTHROTTLED_ROWS for row in rows if isinstance(row, Var))
         return Segment(
-            self.gpu, work, lambda: self._header, small, self._load, (list(steps), contexts)
-        )
+            self.gpu, work, header, lambda: self._header, large, self._load,
+            (list(steps), contexts),
+        )  # fmt: skip
 
     def work(
         self, steps: Sequence[Bound], header: Header

@@ -8,69 +8,113 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ... import TimestampLog
+from cupy.cuda import Graph
+
+from ....graph.tensor import Dim
+from ... import Header, TimestampLog
 from .launch import Gpu, LiveHeader
 from .memory import Buffer, allocating
 from .source import SUPPORT, Function, timed_build
 from .timestamps import TIMESTAMPS, ends_and_starts
 from .work import HostCall, Launch, Work
 
+MAX_GRAPHS = 4  # that are kept of the same calls, for different numbers of rows
 _THREADS = 256  # of the kernels that handle timestamps
+LiveValue = Callable[[Dim], int]
 Load = Callable[[Sequence[Function]], None]
 
 
-class LaunchSequence:
-    """Launches and host calls in order.
+class ReplayedCalls:
+    """Launches and library calls, which are replayed as one CUDA graph.
 
-    If ``captured``, each group of consecutive launches is replayed as one CUDA graph from the
-    second run on. The first run launches them one by one, because it may still load functions.
+    A graph holds for the live numbers of rows that it was captured with. The first run with these
+    numbers enqueues the calls one by one, because it may still load functions and choose
+    algorithms; the second run captures them.
     """
 
-    def __init__(self, gpu: Gpu, work: Sequence[Work], captured: bool) -> None:
-        self._gpu, self._capture_next, self.runs = gpu, captured, 0
-        self.captured = False
-        self._submissions: list[list[Callable[[], None]] | Callable[[], None]] = []
-        for each in work:
-            if isinstance(each, HostCall):
-                self._submissions.append(each.run)
-                continue
-            if 0 in each.grid:
-                continue
-            if not self._submissions or not isinstance(self._submissions[-1], list):
-                self._submissions.append([])
-                # Live values and inputs must be complete before the first launch starts.
-                each = replace(each, programmatic=False)
-            self._submissions[-1].append(gpu.prepare(each))  # type: ignore[union-attr]
+    def __init__(self, gpu: Gpu, live: LiveValue) -> None:
+        self._gpu, self._live = gpu, live
+        self._calls: list[Callable[[], None]] = []
+        self._rows: dict[Dim, None] = {}  # dimensions that the calls depend on, in order
+        self._graphs: dict[tuple[int, ...], Graph | None] = {}  # the last used one is the last
+        self.replayed = False  # by the last run
 
-    def __call__(self) -> None:
-        if self._capture_next and self.runs == 1:
-            self._submissions = [
-                self._capture(p) if isinstance(p, list) else p for p in self._submissions
-            ]
-            self.captured = True
-        for submission in self._submissions:
-            if isinstance(submission, list):
-                for launch in submission:
-                    launch()
-            else:
-                submission()
-        self.runs += 1
+    def add(self, work: Work) -> None:
+        if isinstance(work, Launch):
+            self._calls.append(self._gpu.prepare(work))
+            return
+        assert work.rows is not None
+        self._calls.append(work.run)
+        self._rows[work.rows] = None
 
     @property
     def submissions(self) -> int:
-        return sum(len(p) if isinstance(p, list) else 1 for p in self._submissions)
+        """Number of graphs and calls that the last run enqueued."""
+        return 1 if self.replayed else len(self._calls)
 
-    def _capture(self, launches: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def __call__(self) -> None:
+        rows = tuple(map(self._live, self._rows))
+        graph = self._graphs.get(rows)
+        if graph is None and rows in self._graphs:
+            graph = self._captured()
+        self._graphs.pop(rows, None)
+        self._graphs[rows] = graph
+        if len(self._graphs) > MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        self.replayed = graph is not None
+        if graph is not None:
+            graph.launch(self._gpu.stream)
+            return
+        for call in self._calls:
+            call()
+
+    def _captured(self) -> Graph:
         stream = self._gpu.stream
-        with allocating(f"a CUDA graph of {len(launches)} launches"):
+        with allocating(f"a CUDA graph of {len(self._calls)} launches"):
             stream.begin_capture()
             try:
-                for launch in launches:
-                    launch()
+                for call in self._calls:
+                    call()
             finally:
                 graph = stream.end_capture()
             graph.upload(stream)  # takes its memory now, not at the first launch
-        return lambda: graph.launch(stream)
+        return graph
+
+
+class LaunchSequence:
+    """Launches and host calls in order; those between copies are `ReplayedCalls`."""
+
+    def __init__(self, gpu: Gpu, work: Sequence[Work], live: LiveValue) -> None:
+        self._parts: list[ReplayedCalls | Callable[[], None]] = []
+        after_launch = False
+        for each in work:
+            if isinstance(each, Launch) and 0 in each.grid:
+                continue
+            if isinstance(each, HostCall) and each.rows is None:
+                self._parts.append(each.run)
+                after_launch = False
+                continue
+            if not self._parts or not isinstance(self._parts[-1], ReplayedCalls):
+                self._parts.append(ReplayedCalls(gpu, live))
+            if isinstance(each, Launch) and not after_launch:
+                # Live values, inputs and results of host calls must be complete when it starts.
+                each = replace(each, programmatic=False)
+            after_launch = isinstance(each, Launch)
+            self._parts[-1].add(each)  # type: ignore[union-attr]
+
+    def __call__(self) -> None:
+        for part in self._parts:
+            part()
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the last run replayed CUDA graphs, copies apart."""
+        return all(part.replayed for part in self._parts if isinstance(part, ReplayedCalls))
+
+    @property
+    def submissions(self) -> int:
+        """Number of graphs, launches and host calls that the last run enqueued."""
+        return sum(p.submissions if isinstance(p, ReplayedCalls) else 1 for p in self._parts)
 
 
 class TimedSequence:
@@ -83,7 +127,7 @@ class TimedSequence:
     RING_SIZE = 256  # runs whose timestamps are kept until they are read
 
     def __init__(
-        self, gpu: Gpu, work: Sequence[Sequence[Work]], captured: bool, load: Load
+        self, gpu: Gpu, work: Sequence[Sequence[Work]], live: LiveValue, load: Load
     ) -> None:
         self._gpu, self._steps = gpu, len(work)
         size = TIMESTAMPS.itemsize * (len(work) + 1)  # of each step, and of the start of the run
@@ -98,9 +142,7 @@ class TimedSequence:
             "keep_timestamps", times, len(work), self._ring.address, self.RING_SIZE,
             self._count.address, threads=_THREADS,
         )  # fmt: skip
-        self.sequence = LaunchSequence(
-            gpu, [begin, *(w for each in own for w in each), keep], captured
-        )
+        self.sequence = LaunchSequence(gpu, [begin, *(w for each in own for w in each), keep], live)
 
     def _timestamped(self, work: Work, step: int) -> list[Work]:
         """A step's work, which records its timestamps."""
@@ -144,8 +186,9 @@ class Segment:
     Args:
         gpu: the GPU.
         work: launches and host calls of each step.
-        live: returns the live values, None if no step reads any.
-        captured: whether launches are replayed from CUDA graphs.
+        header: the live values.
+        on_device: returns their copy on the GPU, None if no step reads any.
+        throttled: whether a run waits for the last but one, since a run takes long.
         load: loads the modules of functions, and compiles those that are not cached.
         keep: objects that must live as long as the segment, such as operands.
     """
@@ -154,19 +197,20 @@ class Segment:
         self,
         gpu: Gpu,
         work: Sequence[Sequence[Work]],
-        live: Callable[[], LiveHeader | None],
-        captured: bool,
+        header: Header,
+        on_device: Callable[[], LiveHeader | None],
+        throttled: bool,
         load: Load,
         keep: object,
     ) -> None:
-        self._gpu, self._work, self._live, self._captured = gpu, work, live, captured
-        self._load, self._keep = load, keep
-        self._plain = LaunchSequence(gpu, [w for part in work for w in part], captured)
+        self._gpu, self._work, self._header, self._on_device = gpu, work, header, on_device
+        self._throttled, self._load, self._keep = throttled, load, keep
+        self._plain = LaunchSequence(gpu, [w for part in work for w in part], header.live)
         self._timed: TimedSequence | None = None
 
     @property
     def submissions(self) -> int:
-        """Number of graphs, launches and host calls that a run enqueues."""
+        """Number of graphs, launches and host calls that the last run enqueued."""
         return self._plain.submissions
 
     @property
@@ -181,19 +225,19 @@ class Segment:
 
     @property
     def replays(self) -> bool:
-        """Whether launches are already replayed from CUDA graphs."""
-        return self._plain.captured
+        """Whether the last run replayed CUDA graphs, copies apart."""
+        return self._plain.replayed
 
     def run(self, log: TimestampLog | None) -> None:
         """Enqueue all steps; with a ``log``, in their timed build."""
         self._gpu.use()
-        values = self._live()
+        values = self._on_device()
         if values is not None:
             values.update()
         if log is not None and self._timed is None:
-            self._timed = TimedSequence(self._gpu, self._work, self._captured, self._load)
+            self._timed = TimedSequence(self._gpu, self._work, self._header.live, self._load)
         run = self._plain if log is None or self._timed is None else self._timed.recording_to(log)
-        if self._captured:
-            run()
-        else:
+        if self._throttled:
             self._gpu.run_throttled(run)
+        else:
+            run()

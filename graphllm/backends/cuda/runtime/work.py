@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ....graph.tensor import Dim
 from ...kernel_context import OperandRef
 from .source import Function
 
@@ -54,11 +55,14 @@ class Launch:
 class HostCall:
     """Work that the host enqueues on the device's stream in each run: a library call or a copy.
 
-    ``run`` is called outside of CUDA graphs and may read live values
-    (`KernelContext.live_value`).
+    Attributes:
+        run: enqueues the work; it may read live values (`KernelContext.live_value`).
+        rows: the dimension whose live value alone decides what ``run`` enqueues, so that a CUDA
+            graph can replay it in runs with the same value. None: it is called in each run.
     """
 
     run: Callable[[], None]
+    rows: Dim | None = None
 
 
 Work = Launch | HostCall
