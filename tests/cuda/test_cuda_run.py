@@ -12,8 +12,14 @@ from windowed_model import CONTEXT, GREEDY, IDS, generate_ids, make_engine, wind
 
 from graphllm.backends import Options
 from graphllm.backends.cuda import BACKEND
+from graphllm.checkpoints.model_shapes import ModelShape
+from graphllm.checkpoints.random_weights import RandomCheckpoint
+from graphllm.engine.engine import Engine
 from graphllm.graph.tensor import Meta
+from graphllm.loading.load import build_decoder
+from graphllm.model.decoder import Limits
 from graphllm.profiler.record import Recorder
+from graphllm.runtime.executor import Executor
 
 SLACK = 200_000  # nanoseconds by which two clocks may differ
 
@@ -63,6 +69,39 @@ def test_requests_after_unread_steps(ahead, plain):
         prompt = [*IDS[:common], *(int(i) for i in rng.integers(3, 90, new))]
         count = int(rng.integers(1, CONTEXT + 1 - len(prompt)))
         assert generate_ids(ahead, prompt, count) == generate_ids(plain, prompt, count)
+
+
+# ------------------------------------------------------------------------------------------ graphs
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_k_m", "fp8", "w8a8"])
+def test_long_steps_from_graphs_have_the_bits_of_launches(kind, monkeypatch):
+    """Steps of more lengths than graphs are kept, in an order that captures, replays and drops."""
+    file = RandomCheckpoint(ModelShape("llama", 2, 512, 8, 2, 1024, 512, context=1024), kind)
+    decoder = build_decoder(file)
+    executor = Executor(decoder.weights, ("cuda", "reference"), strict=True)
+    engine = Engine(decoder, executor, Limits(tokens=512, context=1024))
+    plan = engine.plan(["logits"], 512)
+    lengths = [700, 600, 700, 600, 513, 600, 1023, 900, 800, 700, 700, 513, 600, 600]
+    ids = [int(i) for i in np.random.default_rng(3).integers(0, 512, 1024)]
+
+    def computed(graphs: int) -> tuple[list[np.ndarray], list[bool]]:
+        monkeypatch.setattr("graphllm.backends.cuda.runtime.segment.MAX_GRAPHS", graphs)
+        found, replayed = [], []
+        for length in lengths:
+            with engine.evaluation(ids[:length]) as sequence:
+                for part in (ids[:512], ids[512:length]):
+                    last = np.array([len(part) - 1])
+                    found.append(sequence.append(plan, part, last, ("logits",))["logits"])
+                    ((segment, _),) = executor.segments(plan)
+                    replayed.append(segment.replays)
+        return found, replayed
+
+    want, launched = computed(0)
+    have, replayed = computed(4)
+    assert not any(launched) and sum(replayed) > len(lengths)
+    for a, b in zip(have, want):
+        np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, (1 << 20) + 1, (32 << 20) - 1, (100 << 20) + 77])
