@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from graphllm.backends.cuda.runtime import source
-from graphllm.backends.cuda.runtime.work import Launch
+from graphllm.backends.cuda.runtime.work import HostCall, Launch
 from graphllm.errors import GraphllmError, OutOfMemory
+from graphllm.graph.tensor import Var
 
 pytestmark = pytest.mark.nvrtc
 FREE = 5 << 20
@@ -94,6 +95,44 @@ def test_out_of_memory_for_a_graph(fails):
     sequence()
     first = replace(LAUNCH, programmatic=False)  # its inputs must be complete
     assert made == [first, LAUNCH, "graph"] and sequence.replayed
+
+
+def test_graphs_of_library_calls_are_bounded():
+    """Each number of rows has a graph of its own; the graphs used least recently are dropped."""
+    from graphllm.backends.cuda.runtime import segment
+
+    made, alive = [], set()
+
+    class Graph:
+        def __init__(self) -> None:
+            self.rows = rows
+            alive.add(self.rows)
+
+        def upload(self, stream) -> None:
+            pass
+
+        def launch(self, stream) -> None:
+            made.append(("graph", self.rows))
+
+        def __del__(self) -> None:
+            alive.discard(self.rows)
+
+    stream = SimpleNamespace(begin_capture=lambda: None, end_capture=Graph)
+    held = gpu(stream=stream, prepare=lambda launch: lambda: None)
+    product = HostCall(lambda: made.append(("call", rows)), Var("T", 1, 600))
+    copy = HostCall(lambda: made.append("copy"))
+    sequence = segment.LaunchSequence(held, [LAUNCH, product, LAUNCH, copy], lambda dim: rows)
+    for rows in range(600, 600 - segment.MAX_GRAPHS - 1, -1):
+        for _ in range(segment.RUNS_BEFORE_CAPTURE):
+            sequence()
+            assert made[-2:] == [("call", rows), "copy"] and not sequence.replayed
+        for _ in range(3):
+            sequence()
+            assert made[-2:] == [("graph", rows), "copy"] and sequence.submissions == 2
+    assert alive == set(range(rows, rows + segment.MAX_GRAPHS))
+    rows = 600
+    sequence()
+    assert made[-2:] == [("call", rows), "copy"] and sequence.submissions == 4
 
 
 def test_out_of_memory_for_a_launch():

@@ -18,7 +18,10 @@ from .source import SUPPORT, Function, timed_build
 from .timestamps import TIMESTAMPS, ends_and_starts
 from .work import HostCall, Launch, Work
 
-MAX_GRAPHS = 4  # that are kept of the same calls, for different numbers of rows
+MAX_GRAPHS = 4  # kept of the same calls, for different numbers of rows
+# Runs with the same numbers of rows before the one that captures them. A capture of a prefill step
+# costs as much as two runs' launches, and its replay saves only little of the step's time.
+RUNS_BEFORE_CAPTURE = 3
 _THREADS = 256  # of the kernels that handle timestamps
 LiveValue = Callable[[Dim], int]
 Load = Callable[[Sequence[Function]], None]
@@ -29,14 +32,15 @@ class ReplayedCalls:
 
     A graph holds for the live numbers of rows that it was captured with. The first run with these
     numbers enqueues the calls one by one, because it may still load functions and choose
-    algorithms; the second run captures them.
+    algorithms. Launches alone, which depend on no number of rows, are captured by the second run.
     """
 
     def __init__(self, gpu: Gpu, live: LiveValue) -> None:
         self._gpu, self._live = gpu, live
         self._calls: list[Callable[[], None]] = []
         self._rows: dict[Dim, None] = {}  # dimensions that the calls depend on, in order
-        self._graphs: dict[tuple[int, ...], Graph | None] = {}  # the last used one is the last
+        # By numbers of rows: the graph, or the number of runs so far. The last used one is last.
+        self._graphs: dict[tuple[int, ...], Graph | int] = {}
         self.replayed = False  # by the last run
 
     def add(self, work: Work) -> None:
@@ -54,16 +58,16 @@ class ReplayedCalls:
 
     def __call__(self) -> None:
         rows = tuple(map(self._live, self._rows))
-        graph = self._graphs.get(rows)
-        if graph is None and rows in self._graphs:
-            graph = self._captured()
+        found = self._graphs.get(rows, 0)
+        if found == (RUNS_BEFORE_CAPTURE if rows else 1):
+            found = self._captured()
+        self.replayed = not isinstance(found, int)
         self._graphs.pop(rows, None)
-        self._graphs[rows] = graph
+        self._graphs[rows] = found + 1 if isinstance(found, int) else found
         if len(self._graphs) > MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
-        self.replayed = graph is not None
-        if graph is not None:
-            graph.launch(self._gpu.stream)
+        if not isinstance(found, int):
+            found.launch(self._gpu.stream)
             return
         for call in self._calls:
             call()
