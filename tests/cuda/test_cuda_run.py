@@ -100,8 +100,12 @@ def test_long_steps_from_graphs_have_the_bits_of_launches(kind, monkeypatch):
     want, launched = computed(0)
     have, replayed = computed(4)
     assert not any(launched)
-    assert all(replayed[6::2])  # steps of 512 tokens
-    assert [n for n, used in zip(lengths, replayed[1::2]) if used] == [700, 600] * 2 + [700] * 2
+    if kind == "w8a8":  # launches alone, which one graph replays at any length
+        assert all(replayed[1:])
+    else:
+        assert all(replayed[6::2])  # steps of 512 tokens
+        rest = [n for n, used in zip(lengths, replayed[1::2]) if used]
+        assert rest == [700, 600] * 2 + [700] * 2
     for a, b in zip(have, want):
         np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
 
