@@ -64,9 +64,10 @@ def products(given: argparse.Namespace) -> Iterator[str]:
         size, row_nbytes = 2 * rows * depth, result.nbytes * rows * count
         p = cublaslt.Matmul(
             F16, result, rows, depth, room[1].address, 2 * depth, room[0].address,
-            room[2].address, row_nbytes, 0,
-            room[3].address if added else 0, row_nbytes if added else 0,
-            count, size if count > 1 else 0, row_nbytes // count if count > 1 else 0,
+            room[2].address, row_nbytes,
+            residual=room[3].address if added else 0, residual_stride=row_nbytes if added else 0,
+            batch=count, w_batch_stride=size if count > 1 else 0,
+            y_batch_stride=row_nbytes // count if count > 1 else 0,
         )  # fmt: skip
         each = [replace(p, w=p.w + i * size * count) for i in range(BYTES // (size * count))]
         times = [

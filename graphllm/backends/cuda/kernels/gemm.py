@@ -26,7 +26,8 @@ MAX_BLOCK_TOKENS = 128  # tokens of a thread block of small_batch_blocks.cu
 
 PLAIN = ("f32", "f16", "bf16")
 _PLANES = ArgumentStruct("formats.cuh", "Planes")
-_TILE = 128 << 20  # bytes of dequantized weights at a time
+_TILE = 256 << 20  # bytes of dequantized weights at a time
+_TILE_ROWS = 256  # their rows are a multiple, so that results are aligned as cuBLASLt needs it
 _MAX_BATCH_STRIDE = 1 << 38  # bytes between two matrices of a batched product
 
 
@@ -162,7 +163,8 @@ def _dequantize(job: Job, first: int, count: int, to: int) -> Launch:
 def _in_tiles(ctx: KernelContext, job: Job, workspace: int) -> list[Work]:
     """A matrix that is larger than the workspace: dequantize and multiply some rows at a time."""
     work: list[Work] = []
-    rows = max(1, _TILE // (2 * job.depth))
+    fit = max(1, _TILE // (2 * job.depth))
+    rows = fit // _TILE_ROWS * _TILE_ROWS or fit
     for first in range(0, job.rows, rows):
         count = min(rows, job.rows - first)
         work.append(_dequantize(job, first, count, workspace))
