@@ -139,7 +139,8 @@ class Engine:
             for plan in self.all_plans():
                 self.executor.reserve(plan)
             meanwhile()
-            for plan in self.generation_plans():
+            short = self.plan(["ids"], self.limits.plan_tokens(1))
+            for plan in dict.fromkeys([*self.generation_plans(), short]):
                 self.executor.bind(plan)
 
     def close(self) -> None:

@@ -149,9 +149,10 @@ class Runner:
         prompts = [row.prompt_positions(c.start, c.stop) for c, row in zip(chunks, rows)]
         hidden = ["hidden"] if any(prompts) else []
         decodes = processing and all(c.stop - c.start == 1 for c in chunks)
+        tokens = self.limits.plan_tokens(sum(chunk.stop - chunk.start for chunk in chunks))
         plan = self.plan(
             [*(outputs or self.pools), *hidden],
-            size if decodes else self.limits.tokens, size, size if sampling else 1,
+            size if decodes else tokens, size, size if sampling else 1,
         )  # fmt: skip
         feeds, env = self.feeds(plan, chunks, rows)
         if recorder is not None:

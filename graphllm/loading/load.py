@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ..weights import Weights
 
 DEFAULT_CONTEXT, DEFAULT_SEQUENCES = 4096, 16
+LONG_STEP = 2048  # tokens of a step on a GPU if one sequence is generated at a time
 AUTO_DRAFTS, MAX_DRAFTS = 15, 63  # draft tokens of a step, if it chooses their number; at most
 
 
@@ -196,13 +197,17 @@ def executor_arguments(
 def graph_limits(context: int, kv_type: str | None, device: str, max_sequences: int = 1) -> Limits:
     """Return the limits of a graph; ``kv_type`` None takes the default dtype.
 
-    On a GPU, decoding leaves at least seven eighths of a step to prompts, which it prefills faster
-    in long steps. On the CPU they would only delay the sequences that decode.
+    A GPU prefills faster in long steps. If one sequence is generated at a time they delay no other;
+    else decoding leaves at least seven eighths of a step to prompts. On the CPU long steps would
+    only delay the sequences that decode.
     """
     kind = kv_type or ("f32" if device == "reference" else "f16")
     gpu = device == "cuda" or (device == "auto" and registry.find("cuda").available()[0])
-    tokens = Limits.block * -(-8 * max_sequences // Limits.block) if gpu else 0
-    return Limits(max(Limits.tokens, tokens), max_sequences, context, kv_dtype=kind)
+    tokens = Limits.tokens
+    if gpu:
+        many = Limits.block * -(-8 * max_sequences // Limits.block)
+        tokens = LONG_STEP if max_sequences == 1 else max(tokens, many)
+    return Limits(tokens, max_sequences, context, kv_dtype=kind)
 
 
 def sized_limits(

@@ -67,6 +67,13 @@ class Limits:
         length = min(self.context, context)
         return replace(self, context=length, tokens=min(self.tokens, length * self.sequences))
 
+    def plan_tokens(self, count: int) -> int:
+        """Return the upper bound of tokens of the plan that runs a step of ``count`` tokens.
+
+        Few tokens are slower in the plan of a long step.
+        """
+        return min(self.tokens, Limits.tokens) if count <= Limits.tokens else self.tokens
+
     @property
     def step_sequences(self) -> int:
         """Maximum number of sequences of a step, draft tokens included."""

@@ -134,9 +134,10 @@ def test_several_linears_of_one_activation(kinds, bias):
     agree(made, {"x": rows(rng, MANY, dim)}, weights, 2e-2 if "bf16" in kinds else 4e-3)
 
 
-def test_a_matrix_larger_than_the_workspace(monkeypatch):
-    """Dequantized some rows at a time."""
-    monkeypatch.setattr("graphllm.backends.cuda.kernels.gemm._TILE", 100 << 10)
+@pytest.mark.parametrize("fit", [100, 300])  # rows of the matrix
+def test_a_matrix_larger_than_the_workspace(fit, monkeypatch):
+    """Dequantized some rows at a time: those that fit, or a multiple of 256."""
+    monkeypatch.setattr("graphllm.backends.cuda.kernels.gemm._TILE", fit << 10)
     rng, dim = np.random.default_rng(3), 512
     weights = {n: stored(normal(rng, (s, dim)).astype(np.float32), "q8_0")
                for n, s in (("a", 333), ("b", 64), ("c", 64), ("d", 40))}  # fmt: skip

@@ -18,11 +18,13 @@ from windowed_model import (
 
 import graphllm
 from graphllm.checkpoints.random_weights import RandomCheckpoint
+from graphllm.engine.engine import Engine
 from graphllm.engine.request import Sampling
 from graphllm.errors import RequestError
 from graphllm.graph.dtype import CACHED
 from graphllm.loading.load import build_decoder, graph_limits
 from graphllm.model.decoder import Limits
+from graphllm.runtime.executor import Executor
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +196,8 @@ def test_rollback_of_the_demo():
         ("llama-1b", "cpu", 1, 100, 100),
         ("llama-1b", "cpu", 3, 100, 300),
         ("llama-1b", "cpu", 256, 100, 512),
-        ("llama-1b", "cuda", 1, 4096, 512),
+        ("llama-1b", "cuda", 1, 4096, 2048),
+        ("llama-1b", "cuda", 2, 4096, 512),
         ("llama-1b", "cuda", 100, 4096, 832),
         ("llama-1b", "cuda", 256, 100, 2048),
         (
@@ -210,3 +213,21 @@ def test_decoding_leaves_room_for_prompts(shape, device, sequences, context, tok
     decoder = build_decoder(RandomCheckpoint(shape, "q4_0"))
     limits = decoder.limits(graph_limits(context, None, device, sequences))
     assert (limits.tokens, limits.context, limits.sequences) == (tokens, context, sequences)
+
+
+def test_short_steps_run_in_a_plan_of_their_own(monkeypatch):
+    """And long steps give the tokens of short ones."""
+    monkeypatch.setattr(Limits, "tokens", 16)
+    model, engines = decoder("llama", 0, "f32"), []
+    for tokens in (16, 64):
+        executor = Executor(model.weights, ("cpu", "reference"))
+        engines.append(Engine(model, executor, Limits(tokens, context=100)))
+        engines[-1].prepare()
+    short, long = engines
+    run, steps = long.executor.run, []
+    monkeypatch.setattr(long.executor, "run", lambda plan, *a: steps.append(plan) or run(plan, *a))
+    ids = [i * 7 % 50 + 1 for i in range(81)]
+    for count in (16, 17, 81):
+        long.clear_cache()
+        assert generate_ids(long, ids[:count], 5) == generate_ids(short, ids[:count], 5)
+    assert steps[:2] == [long.plan(["ids"], n) for n in (16, 64)]
