@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # How long the event loop and the engine's thread wait for each other's Python code at most.
 _SWITCH_INTERVAL_S = 0.0005
-_MODULES = ("prometheus_client", "starlette", "uvicorn")
+_MODULES = ("prometheus_client", "starlette", "uvicorn", "uvloop")
 
 
 @dataclass

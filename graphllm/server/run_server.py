@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
@@ -13,12 +12,15 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+import uvloop
 from starlette.types import ASGIApp
 
 from ..arguments import Integer
 from ..errors import RequestError
+from .time_slice import shorten_time_slice
 
 _BACKLOG = 1024  # connections that wait to be accepted
+_TIME_SLICE_NS = 100_000  # of the event loop, which shares the cores with the engine's threads
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -120,7 +122,9 @@ class Server(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            http="h11",  # httptools, which uvicorn prefers, does not bound the size of headers
+            # httptools, which uvicorn prefers, does not bound the size of headers, and loses the
+            # body of a request with "Upgrade: h2c", which clients in Java send.
+            http="h11",
             access_log=False,
             lifespan="off",
             log_config=None,
@@ -133,7 +137,7 @@ class Server(uvicorn.Server):
         self._bound, self._ready = bound, ready
 
     def run_until_stopped(self) -> None:
-        """Serve until a signal, or until ``should_exit`` is set.
+        """Serve in the calling thread until a signal, or until ``should_exit`` is set.
 
         RequestError: another process listens on the address by now.
         """
@@ -143,7 +147,8 @@ class Server(uvicorn.Server):
         except OSError as error:
             host, port = self._bound.getsockname()[:2]
             raise _bind_error(host, port, error) from None
-        asyncio.run(self.serve(sockets=[self._bound]))
+        shorten_time_slice(_TIME_SLICE_NS)
+        uvloop.run(self.serve(sockets=[self._bound]))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import json
+import platform
 import re
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tiny_models as tiny
+
+from graphllm.server.time_slice import shorten_time_slice
 
 OPTIONS = ("--device", "reference", "--port", "0")
 
@@ -118,3 +124,24 @@ def test_other_verbs_do_not_import_the_server(model):
     words = [sys.executable, "-c", code, "x", "tokenize", str(model), "hello", "--ids"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[1:] == [""]
+
+
+def test_a_time_slice_is_shortened_without_a_change_of_priority():
+    """The kernel knows the length, from Linux 6.12; no other attribute of the thread changes."""
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    if platform.machine() != "x86_64" or release < (6, 12):
+        pytest.skip("the kernel has no time slices of threads")
+
+    def attributes() -> tuple[int, ...]:
+        found = ctypes.create_string_buffer(48)
+        assert ctypes.CDLL(None).syscall(315, 0, found, 48, 0) == 0  # sched_getattr
+        return struct.unpack("=IIQiIQQQ", found.raw)
+
+    def both() -> tuple[tuple[int, ...], tuple[int, ...]]:
+        before = attributes()
+        shorten_time_slice(200_000)
+        return before, attributes()
+
+    with ThreadPoolExecutor(1) as thread:
+        before, after = thread.submit(both).result()
+    assert after == (*before[:5], 200_000, *before[6:])
