@@ -200,7 +200,9 @@ def _sample_sample(rows: int, width: int, layout: str, masked: bool) -> Sample:
         layout=("contiguous", "strided"),
         masked=(False, True),
     )
-    + grid(_sample_sample, rows=(3,), width=(40001,), layout=("contiguous",), masked=(False, True)),
+    + grid(
+        _sample_sample, rows=(18,), width=(40001,), layout=("contiguous",), masked=(False, True)
+    ),
 )
 def sample(
     logits: np.ndarray, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray,

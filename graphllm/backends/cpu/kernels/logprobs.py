@@ -22,7 +22,7 @@ from .argmax import (
     row_arguments,
     value_of_key,
 )
-from .sampling import INF, MINUS_INF, largest_keys, sort_descending
+from .sampling_candidates import INF, MINUS_INF, largest_keys, sort_descending
 
 _SUM = 4096  # logits whose weights are added in float32
 

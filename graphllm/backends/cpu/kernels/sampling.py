@@ -1,8 +1,6 @@
 """sample: temperature, top-k, top-p and min-p without sorting the vocabulary.
 
-The k largest logits are in blocks whose maximum (see argmax.py) reaches the k-th largest block
-maximum, so most logits are never looked at. NaN counts as the largest logit, so the largest key of
-a row shows whether a token can be chosen.
+NaN counts as the largest logit, so the largest key of a row shows whether a token can be chosen.
 
 A bitmap of allowed ids is read where logits are: an excluded id has the key of -inf. Blocks without
 an allowed id are not read, so a row of which few ids are allowed takes little time.
@@ -11,8 +9,6 @@ an allowed id are not read, so a row of which few ids are allowed takes little t
 from __future__ import annotations
 
 from typing import NamedTuple
-
-import numpy as np
 
 from ....graph.tensor import Tensor
 from ....ops.sampling import mask_words
@@ -27,7 +23,6 @@ from ..runtime.jit import (
     helper,
     i32s,
     i64s,
-    inlined,
     kernel,
     load_i64,
     next_chunk,
@@ -49,169 +44,38 @@ from .argmax import (  # fmt: skip
 )
 from .elementwise import thread_range
 from .noise import MAX_NOISE, NoiseKey, fill_words, gumbel, noise_bound, token_noise
-
-INF = np.int32(0x7F800000)  # key of +inf
-MINUS_INF = np.int32(-0x7F800000)
-SORT_LIMIT = 4096  # candidates up to which top_p sorts
-
-
-@helper
-def _kth_largest(keys, count, k):
-    """The k-th largest of ``count`` keys, by bisection."""
-    low, high = int64(MIN_KEY), int64(2**31 - 1)
-    while low < high:
-        middle = (low + high + 1) >> 1
-        reached = 0
-        for i in range(count):
-            reached += 1 if int64(keys[i]) >= middle else 0
-        if reached >= k:
-            low = middle
-        else:
-            high = middle - 1
-    return int32(low)
-
-
-@inlined
-def allows(mask, i):
-    """Whether a bitmap of 32-bit words has bit ``i``."""
-    return (mask[i >> 5] >> int32(i & 31)) & int32(1) != int32(0)
+from .sampling_candidates import (
+    INF,
+    MINUS_INF,
+    SORT_LIMIT,
+    allows,
+    largest_keys,
+    likely_keys,
+    mass_cut,
+    softmax_weights,
+)
 
 
 @helper
-def largest_keys(bits, width, maxima, blocks, k, ids, keys, masked, mask):
-    """Write indices and keys of the k largest in index order; returns their count.
-
-    If ``masked``, only of the ids that the bitmap ``mask`` allows, which may be fewer than k.
-    """
-    least = _kth_largest(maxima, blocks, k) if k <= blocks else MIN_KEY
-    count = 0
-    for b in range(blocks):
-        if maxima[b] >= least and not (masked and maxima[b] == MINUS_INF):
-            for i in range(b * BLOCK, min(width, (b + 1) * BLOCK)):
-                key = sort_key(bits[i], MAX_KEY)
-                if key >= least and (not masked or allows(mask, i)):
-                    ids[count], keys[count] = i, key
-                    count += 1
-    if count <= k:
-        return count
-    least = _kth_largest(keys, count, k)
-    ties = k  # how many keys equal to the k-th are kept
-    for i in range(count):
-        ties -= 1 if keys[i] > least else 0
-    kept = 0
-    for i in range(count):
-        equal = keys[i] == least
-        if keys[i] > least or (equal and ties > 0):
-            ties -= 1 if equal else 0
-            ids[kept], keys[kept] = ids[i], keys[i]
-            kept += 1
-    return kept
-
-
-@helper
-def _all_keys(bits, width, ids, keys, masked, mask):
-    """Write indices and keys of all ids, or of those that a bitmap allows; returns their count."""
-    if not masked:
-        for i in range(width):
-            ids[i], keys[i] = i, sort_key(bits[i], MAX_KEY)
-        return int64(width)
-    count = int64(0)
-    for i in range(width):
-        if allows(mask, i):
-            ids[count], keys[count] = i, sort_key(bits[i], MAX_KEY)
-            count += 1
-    return count
-
-
-@helper
-def softmax_weights(logits, ids, keys, count, peak, weights):
-    """Write exp(logit - max) of each candidate."""
-    for i in range(count):
-        weights[i] = exp64(float64(logits[ids[i]]) - peak) if keys[i] > MINUS_INF else 0.0
-
-
-@helper
-def sort_descending(order, keys, count):
-    """Shell sort of candidates, descending; their positions go to the low halves of ``order``."""
-    for i in range(count):
-        order[i] = ((int64(-1) - int64(keys[i])) << 32) | i
-    gap = 1
-    while gap < count // 3:
-        gap = 3 * gap + 1
-    while gap > 0:
-        for i in range(gap, count):
-            item, j = order[i], i
-            while j >= gap and order[j - gap] > item:
-                order[j] = order[j - gap]
-                j -= gap
-            order[j] = item
-        gap //= 3
-
-
-@helper
-def _cut_sorted(keys, weights, count, top_p, order):
-    """Return (key, position) of the last candidate that top_p keeps."""
-    sort_descending(order, keys, count)
-    total = 0.0
-    for i in range(count):
-        total += weights[order[i] & 0xFFFFFFFF]
-    reached, at = 0.0, int64(0)
-    for i in range(count):
-        at = order[i] & 0xFFFFFFFF
-        reached += weights[at]
-        if reached >= top_p * total:
-            break
-    return keys[at], at
-
-
-@helper
-def _cut_searched(keys, weights, count, top_p):
-    """As `_cut_sorted`, by bisection on the key, which is faster for many candidates."""
-    total = 0.0
-    for i in range(count):
-        total += weights[i]
-    low, high = int64(MIN_KEY), int64(largest_key(keys, count))
-    while low < high:  # the largest key such that keys from it on reach top_p
-        middle = (low + high + 1) >> 1
-        mass = 0.0
-        for i in range(count):
-            mass += weights[i] if int64(keys[i]) >= middle else 0.0
-        if mass >= top_p * total:
-            low = middle
-        else:
-            high = middle - 1
-    mass = 0.0
-    for i in range(count):
-        mass += weights[i] if int64(keys[i]) > low else 0.0
-    last = int64(0)
-    for i in range(count):
-        if int64(keys[i]) == low:
-            last = i
-            mass += weights[i]
-            if mass >= top_p * total:
-                break
-    return int32(low), last
-
-
-@helper
-def mass_cut(keys, weights, count, share, order):
-    """Return (key, position) of the last of the largest keys whose weights reach ``share``."""
-    if count <= SORT_LIMIT:
-        return _cut_sorted(keys, weights, count, share, order)
-    return _cut_searched(keys, weights, count, share)
-
-
-@helper
-def _cut(logits, ids, keys, count, peak, top_p, weights, order):
-    """Return (key, id) of the last of ``count`` candidates that top_p keeps."""
-    if not top_p < 1:
-        last = int64(0)
-        for i in range(count):
-            if keys[i] <= keys[last]:
-                last = int64(i)
-        return keys[last], int64(ids[last])
-    softmax_weights(logits, ids, keys, count, peak, weights)
-    key, last = mass_cut(keys, weights, count, top_p, order)
+def _cut(
+    logits, bits, width, maxima, blocks, peak, k, top_p, ids, keys, weights, order, masked, mask
+):  # fmt: skip
+    """Return (key, id) of the last id, in descending order, that top-k and top-p keep."""
+    excluded = 0.0  # weight of ids that are no candidates
+    if 0 < k < width:
+        count = largest_keys(bits, width, maxima, blocks, k, ids, keys, masked, mask)
+        if not top_p < 1:
+            last = int64(0)
+            for i in range(count):
+                if keys[i] <= keys[last]:
+                    last = int64(i)
+            return keys[last], int64(ids[last])
+        softmax_weights(logits, ids, keys, count, peak, weights)
+    else:
+        count, excluded = likely_keys(
+            logits, bits, width, maxima, blocks, peak, top_p, ids, keys, weights, masked, mask
+        )
+    key, last = mass_cut(keys, weights, count, top_p, excluded, order)
     return key, int64(ids[last])
 
 
@@ -343,14 +207,12 @@ def _sample(p, thread, threads):
             row = next_chunk(p)
             continue
         k, top_p, peak = int64(i32s(a.top_k)[row]), f32s(a.top_p)[row], float64(logits[best])
-        limited = 0 < k < width
         least, last = MIN_KEY, width  # kept: larger keys, and equal ones up to id ``last``
-        if limited or top_p < 1:
-            if limited:
-                count = largest_keys(bits, width, maxima, blocks, k, ids, keys, masked, mask)
-            else:
-                count = _all_keys(bits, width, ids, keys, masked, mask)
-            least, last = _cut(logits, ids, keys, count, peak, float64(top_p), weights, order)
+        if 0 < k < width or top_p < 1:
+            least, last = _cut(
+                logits, bits, width, maxima, blocks, peak, k, float64(top_p), ids, keys, weights,
+                order, masked, mask,
+            )  # fmt: skip
         noise = NoiseKey(i64s(a.seed)[row], i32s(a.count)[row], i32s(a.sample_index)[row])
         min_p = float64(f32s(a.min_p)[row])
         y[row] = _draw(

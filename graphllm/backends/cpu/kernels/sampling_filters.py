@@ -1,6 +1,6 @@
 """filter_logits: a list of candidates of each row, which one filter after another shortens.
 
-Filters compare sort keys (see argmax.py); the k largest logits are found as in sampling.py.
+Filters compare sort keys (see argmax.py); the k largest logits are found as for `sample`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ from .argmax import (
     value_of_key,
 )
 from .noise import NoiseKey, xtc_number
-from .sampling import INF, MINUS_INF, SORT_LIMIT, largest_keys, mass_cut, softmax_weights
+from .sampling_candidates import (
+    INF,
+    MINUS_INF,
+    SORT_LIMIT,
+    largest_keys,
+    mass_cut,
+    softmax_weights,
+)
 
 _COLUMNS = 6  # of the settings
 
@@ -93,7 +100,7 @@ def _keep_reaching(logits, ids, keys, count, floor):
 @helper
 def _keep_mass(scores, ids, keys, weights, count, share, order):
     """Keep the candidates with the largest scores whose weights reach a share of all."""
-    cut, last = mass_cut(scores, weights, count, share, order)
+    cut, last = mass_cut(scores, weights, count, share, 0.0, order)
     kept = 0
     for i in range(count):
         if scores[i] > cut or (scores[i] == cut and i <= last):
