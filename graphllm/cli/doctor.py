@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import Annotated
 
 from ..progress import progress_line
@@ -27,9 +28,7 @@ def doctor(
     graphllm doctor --measure
     """
     from .. import backends
-    from ..compiler.placement import CALL
     from ..env import cache_dir
-    from ..ops import get, registry
     from ..version import __version__
 
     show(f"graphllm {__version__}, Python {sys.version.split()[0]}, cache {cache_dir()}")
@@ -38,15 +37,28 @@ def doctor(
         ok, reason = backend.available()
         show(f"{name:<10} {'usable' if ok else 'not usable'}: {reason}")
         if ok and backend.kernels:
-            names = [op for op in registry() if get(op).role != CALL]  # not an op with a kernel
-            without = sorted(op for op in names if op not in backend.kernels)
-            have = len(names) - len(without)
-            show(f"{'':<10} kernels for {have} of {len(names)} ops")
-            for op in without:
-                show(f"{'':<10} {op}: {name} has no kernel for it; the next backend runs it")
+            for line in _kernels(name, backend.kernels):
+                show(f"{'':<10} {line}")
         if ok and backend.measure is not None:
             for line in _ceiling(name, measure):
                 show(f"{'':<10} {line}")
+
+
+def _kernels(backend: str, kernels: Collection[str]) -> list[str]:
+    """Return how many ops a backend has kernels for, and which it has none for, as lines."""
+    from ..compiler.placement import CALL
+    from ..ops import get, registry
+
+    ops = [op for op in registry() if get(op).role != CALL]  # not an op with a kernel
+    missing = sorted(op for op in ops if op not in kernels)
+    fused = [op for op in missing if get(op).fusion]
+    lines = [f"kernels for {len(ops) - len(missing)} of {len(ops)} ops"]
+    if fused:
+        lines.append(f"computed as their parts, not fused: {', '.join(fused)}")
+    others = [op for op in missing if op not in fused]
+    return lines + [
+        f"{op}: {backend} has no kernel for it; the next backend runs it" for op in others
+    ]
 
 
 def _ceiling(backend: str, measure: bool) -> list[str]:

@@ -37,7 +37,7 @@ def typer_app(verbs: Iterable[Verb]) -> typer.Typer:
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        help="Run decoder language models and profile them op by op.",
+        help="Run language models, and profile them op by op.",
     )
     app.callback()(_general)
     for verb in verbs:

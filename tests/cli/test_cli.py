@@ -352,6 +352,8 @@ def test_profile_and_inspect_and_doctor(model):
     assert len(listed["tensors"]) == 30
     doctor = call("doctor").stdout
     assert "cpu " in doctor and "reference " in doctor
+    assert "computed as their parts, not fused: combine_add, " in doctor  # on the CPU
+    assert "combine_add: " not in doctor and "pool: cpu has no kernel for it" in doctor
 
 
 def test_a_closed_pipe_ends_quietly(model):
