@@ -212,7 +212,7 @@ def test_microkernels_compile_for_arm(name, cpu):
     codes.insert(0, assembly("unpack_float", linear_float.unpack, 3, form.code, cpu=cpu))
     if form.block == 1:
         codes.append(assembly("fused_float", linear_float.fused, 4, form.code, cpu=cpu))
-    else:
+    elif name in INTEGER:
         codes.append(assembly("unpack", linear_integer.unpack, 3, form.code, cpu=cpu))
         codes.append(assembly("fused", linear_one_token.fused, 6, form.code, cpu=cpu))
         literals = (form.code, in_place, 1, 4)
