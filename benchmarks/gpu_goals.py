@@ -18,6 +18,7 @@ from typing import Any
 import gpu_shared as shared
 from gpu_shared import Lines, Model
 
+from graphllm import LLM
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.profiler import bench
 
@@ -37,26 +38,36 @@ ROUNDS = 5  # of each test, after one warm-up
 
 
 def goals(only: list[Model]) -> Lines:
-    """Median speed of one sequence in tok/s, the goal, and llama.cpp on the same GPU."""
+    """Median speed of one sequence in tok/s, the goal, prefill in FP8, and llama.cpp's."""
     peer_class, missing = find_peer()
     yield (
         f"{'shape':<14} {'format':<8} {'test':<14} {'tok/s':>9} {'goal':>8} {'of it':>7} "
-        f"{'llama.cpp':>9}"
+        f"{'fp8':>9} {'llama.cpp':>9}"
     )
     for model in shared.select_models(only, tuple(GOALS)):
         wanted = GOALS.get(model, {DECODE: 0})
         llm = shared.load_random(model, context_of(wanted))
-        rates = [median(bench.run(llm, t, ROUNDS, lambda done: None).rates) for t in wanted]
-        vocab = llm.decoder.cfg.vocab
+        rates, vocab = [rate(llm, test) for test in wanted], llm.decoder.cfg.vocab
         del llm
+        prefills = [test for test in wanted if test.prompt]
+        if prefills:
+            llm = shared.load_random(model, context_of(wanted), prefill="fp8")
+            fast = {test: rate(llm, test) for test in prefills}
+            del llm
         peers = peer_rates(model, tuple(wanted), vocab, peer_class) if peer_class else []
         for i, (test, goal) in enumerate(wanted.items()):
             share = f"{rates[i] / goal:7.1%}" if goal else f"{'-':>7}"
+            fp8 = f"{fast[test]:9.1f}" if test in prefills else f"{'-':>9}"
             peer = f"{peers[i]:9.1f}" if peers else f"{'-':>9}"
             name = f"{model[0]:<14} {model[1]:<8} {test.name:<14}"
-            yield f"{name} {rates[i]:9.1f} {goal:8} {share} {peer}"
+            yield f"{name} {rates[i]:9.1f} {goal:8} {share} {fp8} {peer}"
     if missing:
         yield f"llama.cpp was not measured: {missing}"
+
+
+def rate(llm: LLM, test: bench.Test) -> float:
+    """Return the median tok/s of a test."""
+    return median(bench.run(llm, test, ROUNDS, lambda done: None).rates)
 
 
 def context_of(tests: Iterable[bench.Test]) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from graphllm import backends
 from graphllm.api import LLM
-from graphllm.backends import Backend
+from graphllm.backends import Backend, Options
 from graphllm.backends.probe_results import ProbeResults
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.errors import GraphllmError, RequestError
@@ -53,12 +53,13 @@ def memory_in_use() -> int:
     return int(total - free)
 
 
-def load_random(model: Model, context: int, kv_type: str = "f16") -> LLM:
+def load_random(model: Model, context: int, kv_type: str = "f16", prefill: str = "auto") -> LLM:
     """Load a model with random weights on the GPU."""
     gc.collect()  # reference cycles of the previous model hold GPU memory
     file = RandomCheckpoint(*model)
     limits = Limits(context=context, kv_dtype=kv_type)
-    return LLM(file, build_decoder(file), {"backends": ORDER}, limits)
+    settings = {"backends": ORDER, "options": Options(prefill=prefill)}
+    return LLM(file, build_decoder(file), settings, limits)
 
 
 def select_models(only: list[Model], default: tuple[Model, ...]) -> Iterator[Model]:

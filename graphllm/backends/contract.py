@@ -42,6 +42,8 @@ class Options:
         deterministic: use only kernels whose results for a token have the same bits at any number
             of tokens.
         low_mem: read experts from the mapped model file, and keep no packed copy of them.
+        prefill: arithmetic of linears in steps of many tokens: "auto", or "fp8" (products of e4m3,
+            with a scale for each token and each row of weights).
     """
 
     linear: str = "auto"
@@ -50,6 +52,7 @@ class Options:
     no_kernels: tuple[str, ...] = ()
     deterministic: bool = False
     low_mem: bool = False
+    prefill: str = "auto"
 
 
 # ----------------------------------------------------------------------------------------- kernels

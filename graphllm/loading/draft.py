@@ -12,8 +12,8 @@ from ..tokenizer import Tokenizer
 
 # Arguments of `load` that the draft model shares with the model.
 _SHARED = (
-    "device", "context", "max_sequences", "kv_type", "linear", "deterministic", "threads",
-    "no_fuse", "no_kernels", "progress",
+    "device", "context", "max_sequences", "kv_type", "linear", "prefill", "deterministic",
+    "threads", "no_fuse", "no_kernels", "progress",
 )  # fmt: skip
 
 

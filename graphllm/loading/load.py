@@ -86,6 +86,7 @@ RULES: dict[str, Rule] = {
     "linear": OneOf(("auto", "integer", "float")),
     "deterministic": flag,
     "low_mem": flag,
+    "prefill": OneOf(("auto", "fp8")),
     "speculate": _speculate,
     "draft": Optional(_model),
     "threads": Integer(0),
@@ -170,8 +171,21 @@ def backend_options(given: Mapping[str, Any]) -> Options:
     registry.check_switches(given["no_kernels"])
     return Options(
         given["linear"], given["threads"], given["no_fuse"], given["no_kernels"],
-        given["deterministic"], given["low_mem"],
+        given["deterministic"], given["low_mem"], given["prefill"],
     )  # fmt: skip
+
+
+def _check_fp8_prefill(device: str, deterministic: bool) -> None:
+    """Raise PlacementError or RequestError unless prefill in FP8 is possible on ``device``."""
+    usable, reason = registry.find("cuda").available()
+    if device not in ("auto", "cuda") or not usable:
+        reason = f"device = {device!r}" if usable else reason
+        raise PlacementError(f"prefill = 'fp8' needs a GPU of CUDA: {reason}", "prefill")
+    if deterministic:
+        raise RequestError(
+            "prefill = 'fp8' and deterministic = True exclude each other: a token's result would "
+            "depend on the number of tokens of its step", "prefill",
+        )  # fmt: skip
 
 
 def executor_arguments(
@@ -185,6 +199,8 @@ def executor_arguments(
     usable, reason = (True, "") if device == "auto" else registry.find(device).available()
     if not usable:
         raise PlacementError(f"device = {device!r} cannot be used: {reason}", "device")
+    if options.prefill == "fp8":
+        _check_fp8_prefill(device, options.deterministic)
     return {
         "backends": None if device == "auto" else registry.fallbacks(device),
         "options": options,

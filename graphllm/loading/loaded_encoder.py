@@ -182,7 +182,9 @@ class LoadedEncoder:
         """
         start = time.perf_counter()
         own = check(RULES, {name: value for name, value in locals().items() if name in RULES})
-        options = backend_options({"deterministic": False, "low_mem": False, **own})
+        options = backend_options(
+            {"deterministic": False, "low_mem": False, "prefill": "auto", **own}
+        )
         executor = executor_arguments(own, options, progress)
         file = open_checkpoint(model)
         spec = model_spec(file, model_def)

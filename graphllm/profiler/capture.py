@@ -252,6 +252,7 @@ def describe_run(model: _Model, settings: Mapping[str, Any]) -> dict[str, Any]:
         "settings": {
             "threads": _threads(model),
             "linear": executor.options.linear,
+            "prefill": executor.options.prefill,
             "deterministic": executor.options.deterministic,
             "low_mem": executor.options.low_mem,
             "no_fuse": list(executor.options.without),

@@ -195,6 +195,7 @@ def dry_run(
     kv_memory: int | str = "auto",
     kv_type: str | None = None,
     linear: str = "auto",
+    prefill: str = "auto",
     deterministic: bool = False,
     low_mem: bool = False,
     threads: int = 0,

@@ -16,13 +16,18 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+from typing import TYPE_CHECKING
 
 from ...errors import PlacementError
 from .. import Backend, Device, Options, Progress
 from ..probe_results import ProbeResults
 
+if TYPE_CHECKING:
+    from .runtime.device import CudaDevice
+
 MIN_CAPABILITY = (7, 5)  # lowest compute capability that the kernels support
 _TENSOR_CORES = (8, 0)  # lowest one whose linears of several tokens have one order of sums
+_FP8 = (8, 9)  # lowest one that multiplies e4m3
 
 
 def _installed() -> bool:
@@ -52,12 +57,16 @@ def _open(options: Options) -> Device:
         )
     device = CudaDevice(options)
     if options.deterministic and device.gpu.capability < _TENSOR_CORES:
-        own, least = (".".join(map(str, c)) for c in (device.gpu.capability, _TENSOR_CORES))
-        raise PlacementError(
-            f"deterministic = True needs compute capability {least}; the GPU has {own}",
-            "deterministic",
-        )
+        what = "deterministic = True"
+        raise PlacementError(_too_old(what, _TENSOR_CORES, device), "deterministic")
+    if options.prefill == "fp8" and device.gpu.capability < _FP8:
+        raise PlacementError(_too_old("prefill = 'fp8'", _FP8, device), "prefill")
     return device
+
+
+def _too_old(what: str, least: tuple[int, int], device: CudaDevice) -> str:
+    own, needed = (".".join(map(str, c)) for c in (device.gpu.capability, least))
+    return f"{what} needs compute capability {needed}; the GPU has {own}"
 
 
 def _measure(nbytes: int, show: Progress) -> ProbeResults:

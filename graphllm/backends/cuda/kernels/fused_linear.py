@@ -4,62 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ....backends.alignment import aligned
 from ....graph.dtype import F32
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
-from .. import BACKEND
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.work import Launch, Work
-from . import gated_e4m3, linear_bytes, small_batch, small_batch_blocks
+from . import e4m3_copy, gated_e4m3, linear_bytes, small_batch, small_batch_blocks
 from .elementwise import ACTIVATIONS
 from .fused_norm import gated_halves, gated_unit, two_at_most
-from .gemm import PLAIN, Job, grouped_job, workspace_nbytes
-from .linear import can_fuse_gate, dtype_mismatch, gemv, launches
+from .gemm import Job, grouped_job, workspace_nbytes
+from .linear import can_fuse_gate, dtype_mismatch, gemv, launches, linear_kernels, pairs
 from .matrices import MAX_TOKENS
 from .quantize import HALVES, quantise
-from .weight_packing import PACK, QUANTISED
-
-Builder = Callable[[KernelContext], list[Work]]
-
-
-def _kernels(op: str, **rules: Any) -> Callable[[Builder], Builder]:
-    """Register a builder for plain weights, and for block weights, which are packed."""
-
-    def register(build: Builder) -> Builder:
-        f32 = {"r": "f32", "bias": "f32"}
-        BACKEND.kernel(op, name=f"{op}_plain", dtypes={"w": PLAIN, **f32}, **rules)(build)
-        blocks = {"w": QUANTISED, **f32}
-        BACKEND.kernel(op, name=f"{op}_blocks", dtypes=blocks, pack={"w": PACK}, **rules)(build)
-        return build
-
-    return register
-
-
-def _pairs(node: Tensor) -> list[tuple[Tensor | None, Tensor | None]]:
-    """Activation and weight of each linear."""
-    return list(zip(node.src[::3], node.src[1::3]))
 
 
 def _all_matched(node: Tensor, options: Options) -> str | None:
-    return next(filter(None, (dtype_mismatch(*pair, options) for pair in _pairs(node))), None)
+    return next(filter(None, (dtype_mismatch(*pair, options) for pair in pairs(node))), None)
 
 
-@_kernels(
-    "linears", when=_all_matched, layout={"x": ROWS},
-    scratch=lambda node, options: workspace_nbytes(*_pairs(node)),
+@linear_kernels(
+    "linears", pairs, _all_matched, layout={"x": ROWS}, dtypes={"bias": "f32"},
+    scratch=lambda node, options: workspace_nbytes(*pairs(node)),
 )  # fmt: skip
 def linears(ctx: KernelContext) -> list[Work]:
     jobs = [grouped_job(ctx, i, out) for i, out in enumerate(ctx.results)]
     return launches(ctx, jobs, ctx.scratch)
 
 
-@_kernels(
-    "linear_add", when=lambda node, options: dtype_mismatch(node.src[0], node.src[1], options),
-    layout={"x": ROWS, "r": ROWS},
-    scratch=lambda node, options: workspace_nbytes((node.src[0], node.src[1])),
+@linear_kernels(
+    "linear_add", lambda node: [node.src[:2]],
+    lambda node, options: dtype_mismatch(node.src[0], node.src[1], options),
+    layout={"x": ROWS, "r": ROWS}, dtypes={"r": "f32", "bias": "f32"},
+    scratch=lambda node, options: workspace_nbytes(node.src[:2]),
 )  # fmt: skip
 def linear_add(ctx: KernelContext) -> list[Work]:
     job = Job(ctx.x, ctx.w, ctx.op("bias"), ctx.out, ctx.r)
@@ -89,10 +67,12 @@ def _gated_when(node: Tensor, options: Options) -> str | None:
 
 def _gated_scratch(node: Tensor, options: Options) -> int:
     made = _linear_result(node, options.deterministic).bound()
-    return 2 * aligned(made.nbytes) + workspace_nbytes(*_pairs(node))
+    return 2 * aligned(made.nbytes) + workspace_nbytes(*pairs(node))
 
 
-@_kernels("gated", when=_gated_when, layout={"x": ROWS}, scratch=_gated_scratch)
+@linear_kernels(
+    "gated", pairs, _gated_when, layout={"x": ROWS}, dtypes={"bias": "f32"}, scratch=_gated_scratch
+)
 def gated(ctx: KernelContext) -> list[Work]:
     """One kernel for one token, a small batch of halves, or bytes; else both linears, then the
     product, see also gated_e4m3.py."""
@@ -100,7 +80,7 @@ def gated(ctx: KernelContext) -> list[Work]:
     act = ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]]
     size = aligned(meta.bound().nbytes)
     results = [OperandRef(ctx.scratch + i * size, meta, ctx.out.operand) for i in range(2)]
-    jobs = [grouped_job(ctx, i, ref) for i, ref in enumerate(results)]
+    jobs = [e4m3_copy.on_copy(grouped_job(ctx, i, ref)) for i, ref in enumerate(results)]
     if can_fuse_gate(*jobs) and gated_e4m3.fits(ctx, jobs):
         return gated_e4m3.gated_e4m3(ctx, jobs, forms, act, ctx.scratch)
     narrow = any(form.dtype.name in HALVES for form in forms)
@@ -112,7 +92,7 @@ def gated(ctx: KernelContext) -> list[Work]:
         one = gemv
     if one and can_fuse_gate(*jobs):
         if not ctx.attrs["dtypes"]:
-            return [one(ctx, [grouped_job(ctx, 0, ctx.out), jobs[1]], act)]
+            return [one(ctx, [replace(jobs[0], out=ctx.out), jobs[1]], act)]
         made, width = jobs[0].out, meta.inner[0]
         return [one(ctx, jobs, act),
                 *(quantise(ctx, made.address, 4 * width, form) for form in forms)]  # fmt: skip

@@ -59,9 +59,12 @@ def grouped_job(ctx: KernelContext, index: int, out: OperandRef) -> Job:
 
 def planes_argument(w: OperandRef | None) -> bytes:
     """The struct Planes of a weight; null pointers for None."""
-    if w is None:
-        return bytes(_PLANES.size)
-    return _PLANES.pack(**dict(zip("abcd", planes(w.address, w.meta))))
+    return bytes(_PLANES.size) if w is None else planes_struct(w.address, w.meta)
+
+
+def planes_struct(address: int, meta: Meta) -> bytes:
+    """The struct Planes of a weight at ``address``."""
+    return _PLANES.pack(**dict(zip("abcd", planes(address, meta))))
 
 
 def matmul_dtype(kind: DType) -> DType:

@@ -9,13 +9,14 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from .... import ops
 from ....formats import ROW_FORMATS, activation_of
+from ....formats.activations import F8_ROW
 from ....graph.dtype import F32, dtype
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
@@ -23,7 +24,7 @@ from .. import BACKEND
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import Function, module
 from ..runtime.work import Launch, Work, ceil
-from . import gemv_shapes, linear_bytes, small_batch, small_batch_blocks
+from . import e4m3_copy, gemv_shapes, linear_bytes, small_batch, small_batch_blocks
 from .gemm import (
     PLAIN,
     Job,
@@ -36,6 +37,10 @@ from .gemv_shapes import Shape
 from .matrices import MAX_FUSED_LINEARS, MAX_TOKENS, matrices_argument
 from .quantize import HALVES, dequantise
 from .weight_packing import INTEGERS, PACK, QUANTISED, item_elements
+
+Pair = tuple[Tensor | None, Tensor | None]  # activation and weight of a linear
+Builder = Callable[[KernelContext], list[Work]]
+Check = Callable[[Tensor, Options], str | None]
 
 MAX_F32_TOKENS = 8  # tokens up to which float32 weights are multiplied by gemv.cu
 _NARROW_F32 = (256, 64)  # rows up to which it multiplies more tokens: routers of mixtures
@@ -172,7 +177,7 @@ def launches(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Wo
         workspace: address of `workspace_nbytes` bytes.
     """
     groups: dict[tuple[int, str], list[Job]] = {}  # by activation and kernel
-    for job in jobs:
+    for job in map(e4m3_copy.on_copy, jobs):
         if small_batch_blocks.fits(ctx, job):
             kind = f"blocks of {job.w.dtype.name}"
         elif linear_bytes.fits(ctx, job):
@@ -223,7 +228,9 @@ def can_fuse_gate(gate: Job, up: Job) -> bool:
 def dtype_mismatch(x: Tensor | None, w: Tensor | None, options: Options) -> str | None:
     """Why the weight does not match the activation as `_lower` leaves it; None if it does."""
     assert x is not None and w is not None
-    if x.dtype.quantised:
+    if x.dtype == F8_ROW and e4m3_copy.has_copy(x, w, options):
+        fits = True
+    elif x.dtype.quantised:
         fits = w.dtype.name in QUANTISED and x.dtype == activation_of(w.dtype)
     elif x.dtype == F32:
         fits = few_tokens(x, w, False, options.deterministic) or w.dtype == F32
@@ -263,24 +270,55 @@ def lower_activation(x: Tensor, w: Tensor, few: bool, options: Options) -> Tenso
 def _lower(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     x, w, *rest = node.src
     assert x is not None and w is not None
+    if x.dtype == F32 and e4m3_copy.wants_e4m3(x, w, options):
+        return (ops.quantise_act(x, dtype=F8_ROW.name), w, *rest)
     few = few_tokens(x, w, options.linear != "float", options.deterministic)
     return (lower_activation(x, w, few, options), w, *rest)
 
 
-def _scratch(node: Tensor, options: Options) -> int:
-    return workspace_nbytes((node.src[0], node.src[1]))
+def pairs(node: Tensor) -> list[Pair]:
+    """Activation and weight of each linear of a fused op."""
+    return list(zip(node.src[::3], node.src[1::3]))
 
 
-_RULES: dict[str, Any] = {
-    "layout": {"x": ROWS},
-    "when": _when,
-    "lower": _lower,
-    "scratch": _scratch,
-}
+def linear_kernels(
+    op: str, pairs: Callable[[Tensor], list[Pair]], when: Check, **rules: Any
+) -> Callable[[Builder], Builder]:
+    """Register a builder for plain weights, and for block weights, which are packed; then again for
+    weights that have a copy, see `e4m3_copy`.
+
+    Args:
+        op: the op.
+        pairs: activation and weight of each linear.
+        when: why no kernel can run a node; None if one can.
+        **rules: other arguments of `Backend.kernel`.
+    """
+    dtypes = rules.pop("dtypes", {})
+
+    def when_copied(node: Tensor, options: Options) -> str | None:
+        missing = not all(e4m3_copy.has_copy(*pair, options) for pair in pairs(node))
+        return "a weight has no copy in e4m3" if missing else when(node, options)
+
+    def when_plain(node: Tensor, options: Options) -> str | None:
+        copied = any(e4m3_copy.has_copy(*pair, options) for pair in pairs(node))
+        return "a weight has a copy in e4m3" if copied else when(node, options)
+
+    def register(build: Builder) -> Builder:
+        for kind, formats, pack in (("plain", PLAIN, {}), ("blocks", QUANTISED, {"w": PACK})):
+            own = {"dtypes": {"w": formats, **dtypes}, "pack": pack, "when": when_plain}
+            BACKEND.kernel(op, name=f"{op}_{kind}", **own, **rules)(build)
+            copied = [name for name in formats if name in e4m3_copy.COPIED]
+            own = {"dtypes": {"w": copied, **dtypes}, "pack": {"w": e4m3_copy.PACK_WITH_COPY}}
+            BACKEND.kernel(op, name=f"{op}_{kind}_e4m3", when=when_copied, **own, **rules)(build)
+        return build
+
+    return register
 
 
-@BACKEND.kernel("linear", name="linear_plain", dtypes={"w": PLAIN}, **_RULES)
-@BACKEND.kernel("linear", name="linear_blocks", dtypes={"w": QUANTISED}, pack={"w": PACK}, **_RULES)
+@linear_kernels(
+    "linear", lambda node: [node.src[:2]], _when, layout={"x": ROWS}, lower=_lower,
+    scratch=lambda node, options: workspace_nbytes(node.src[:2]),
+)  # fmt: skip
 def linear(ctx: KernelContext) -> list[Work]:
     return launches(ctx, [Job(ctx.x, ctx.w, ctx.op("bias"), ctx.out)], ctx.scratch)
 
@@ -303,6 +341,7 @@ def _all_instances() -> None:
     small_batch.register()
     small_batch_blocks.register()
     linear_bytes.register()
+    e4m3_copy.register()
 
 
 _all_instances()

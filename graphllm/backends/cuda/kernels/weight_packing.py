@@ -84,6 +84,19 @@ def planes(address: int, meta: Meta) -> tuple[int, int, int, int]:
     return (*starts, 0, 0, 0)[:4]  # type: ignore[return-value]
 
 
+def packed_nbytes(meta: Meta) -> int:
+    """Bytes of packed [..., N, K], or of a float matrix, in whole alignments."""
+    if meta.dtype.name in QUANTISED:
+        return _offsets(meta)[-1]
+    rows, columns = _rows(meta)
+    return ceil(rows * meta.dtype.row_nbytes(columns), _ALIGN) * _ALIGN
+
+
+def scales_offset(meta: Meta) -> int:
+    """Bytes from the elements of a packed row format to its scales."""
+    return _offsets(meta)[1]
+
+
 def _split(raw: int, packed: int, meta: Meta) -> Sequence[Launch]:
     """Launches that copy each plane from stored rows at ``raw`` to ``packed``."""
     if meta.dtype.name in ROW_FORMATS:
@@ -116,4 +129,11 @@ def _copy(source: int, stride: int, to: int, size: int, count: int) -> Launch:
     return Launch(_MODULE["split"], grid, (_THREADS,), (source, stride, to, size, count))
 
 
-PACK = DevicePack(lambda meta: _offsets(meta)[-1], _split)
+def copy_rows(raw: int, to: int, meta: Meta) -> Launch:
+    """Copy the rows of a float matrix."""
+    rows, columns = _rows(meta)
+    nbytes = meta.dtype.row_nbytes(columns)
+    return _copy(raw, nbytes, to, nbytes, rows)
+
+
+PACK = DevicePack(packed_nbytes, _split)
