@@ -84,8 +84,8 @@ def _pack(raw: int, packed: int, meta: Meta) -> Sequence[Launch]:
     plain = meta.dtype.name in HALVES
     stored = [copy_rows(raw, packed, meta)] if plain else PACK.launches(raw, packed, meta)
     made, to = _copy_meta(meta), packed + packed_nbytes(meta)
-    rows, depth = made.shape
-    items = int(depth) // item_elements(meta.dtype)  # type: ignore[arg-type]
+    rows, depth = (int(n) for n in made.shape)  # type: ignore[arg-type]
+    items = depth // item_elements(meta.dtype)
     args = (planes_struct(packed, meta), items, depth, to, to + scales_offset(made))
     return [*stored, Launch(_kernel(meta.dtype.name), (rows,), (_THREADS,), args)]
 

@@ -15,7 +15,7 @@ from . import e4m3_copy, gated_e4m3, linear_bytes, small_batch, small_batch_bloc
 from .elementwise import ACTIVATIONS
 from .fused_norm import gated_halves, gated_unit, two_at_most
 from .gemm import Job, grouped_job, workspace_nbytes
-from .linear import can_fuse_gate, dtype_mismatch, gemv, launches, linear_kernels, pairs
+from .linear import can_fuse_gate, dtype_mismatch, first_pair, gemv, launches, linear_kernels, pairs
 from .matrices import MAX_TOKENS
 from .quantize import HALVES, quantise
 
@@ -34,10 +34,10 @@ def linears(ctx: KernelContext) -> list[Work]:
 
 
 @linear_kernels(
-    "linear_add", lambda node: [node.src[:2]],
+    "linear_add", first_pair,
     lambda node, options: dtype_mismatch(node.src[0], node.src[1], options),
     layout={"x": ROWS, "r": ROWS}, dtypes={"r": "f32", "bias": "f32"},
-    scratch=lambda node, options: workspace_nbytes(node.src[:2]),
+    scratch=lambda node, options: workspace_nbytes(*first_pair(node)),
 )  # fmt: skip
 def linear_add(ctx: KernelContext) -> list[Work]:
     job = Job(ctx.x, ctx.w, ctx.op("bias"), ctx.out, ctx.r)

@@ -281,6 +281,11 @@ def pairs(node: Tensor) -> list[Pair]:
     return list(zip(node.src[::3], node.src[1::3]))
 
 
+def first_pair(node: Tensor) -> list[Pair]:
+    """Activation and weight of an op with one linear."""
+    return [(node.src[0], node.src[1])]
+
+
 def linear_kernels(
     op: str, pairs: Callable[[Tensor], list[Pair]], when: Check, **rules: Any
 ) -> Callable[[Builder], Builder]:
@@ -305,8 +310,8 @@ def linear_kernels(
 
     def register(build: Builder) -> Builder:
         for kind, formats, pack in (("plain", PLAIN, {}), ("blocks", QUANTISED, {"w": PACK})):
-            own = {"dtypes": {"w": formats, **dtypes}, "pack": pack, "when": when_plain}
-            BACKEND.kernel(op, name=f"{op}_{kind}", **own, **rules)(build)
+            own: dict[str, Any] = {"dtypes": {"w": formats, **dtypes}, "pack": pack}
+            BACKEND.kernel(op, name=f"{op}_{kind}", when=when_plain, **own, **rules)(build)
             copied = [name for name in formats if name in e4m3_copy.COPIED]
             own = {"dtypes": {"w": copied, **dtypes}, "pack": {"w": e4m3_copy.PACK_WITH_COPY}}
             BACKEND.kernel(op, name=f"{op}_{kind}_e4m3", when=when_copied, **own, **rules)(build)
@@ -316,8 +321,8 @@ def linear_kernels(
 
 
 @linear_kernels(
-    "linear", lambda node: [node.src[:2]], _when, layout={"x": ROWS}, lower=_lower,
-    scratch=lambda node, options: workspace_nbytes(node.src[:2]),
+    "linear", first_pair, _when, layout={"x": ROWS}, lower=_lower,
+    scratch=lambda node, options: workspace_nbytes(*first_pair(node)),
 )  # fmt: skip
 def linear(ctx: KernelContext) -> list[Work]:
     return launches(ctx, [Job(ctx.x, ctx.w, ctx.op("bias"), ctx.out)], ctx.scratch)
