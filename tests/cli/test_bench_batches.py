@@ -127,7 +127,7 @@ def test_kv_memory_is_that_of_the_pools(path):
     given = {"context": 128, "max_sequences": 4, "device": "cpu"}
     defaults = {"kv_type": None, "threads": 1, "linear": "auto", "no_fuse": (), "no_kernels": ()}
     rest = {"model_def": None, "type": None, "place": None, "strict": False}
-    rest["deterministic"] = rest["low_mem"] = False
+    rest |= {"deterministic": False, "low_mem": False, "prefill": "auto"}
     needed = kv_memory_of(path, given | defaults | rest, [(40, 4), (128, 1)])
     llm = graphllm.load(path, threads=1, kv_memory=needed, **given)
     groups = llm.decoder.caches

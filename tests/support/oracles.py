@@ -645,9 +645,10 @@ def logprobs(logits, ids, biased=None):
     result = np.full(ids.shape, math.nan)
     listed = logits if biased is None else biased
     for n, (row, own) in enumerate(zip(logits.astype(np.float64).tolist(), listed.tolist())):
-        if any(math.isnan(x) for x in row) or not math.isfinite(max(row)):
+        most = max(row)
+        if any(math.isnan(x) for x in row) or not math.isfinite(most):
             continue
-        total = max(row) + math.log(math.fsum(math.exp(x - max(row)) for x in row))
+        total = most + math.log(math.fsum(math.exp(x - most) for x in row))
         for a, i in enumerate(ids[n].tolist()):
             if 0 <= i < len(row):
                 result[n, a] = own[i] - total
