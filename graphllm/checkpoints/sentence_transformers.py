@@ -41,6 +41,7 @@ class EmbeddingSettings:
         prompts: texts that can be put before each text, by name.
         default_prompt: name of the prompt to use if none is chosen; None: no prompt.
         dense: layers that are applied to the pooled vector in turn.
+        width: columns of the hidden states that the Pooling module states; None: not stated.
     """
 
     pooling: tuple[str, ...] = ("mean",)
@@ -49,6 +50,7 @@ class EmbeddingSettings:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     dense: tuple[Dense, ...] = ()
+    width: int | None = None
 
 
 def read_settings(file: Checkpoint) -> EmbeddingSettings:
@@ -69,9 +71,11 @@ def read_settings(file: Checkpoint) -> EmbeddingSettings:
     }
     for name, path in modules:
         if name == "Pooling":
-            own["pooling"] = _pooling(folder / path / "config.json")
+            own["pooling"], own["width"] = _pooling(folder / path / "config.json")
     limits = JsonValues(folder / "sentence_bert_config.json")
-    own["max_length"] = limits.get("max_seq_length", int)
+    own["max_length"] = most = limits.get("max_seq_length", int)
+    if most is not None and most < 1:
+        raise ConfigError(f"{limits.path}: max_seq_length = {most} must be positive")
     own["lowercase"] = limits.get("do_lower_case", bool) or False
     limits.finish("transformer_task", "modality_config", "module_output_name")  # as for any text
     texts = JsonValues(folder / "config_sentence_transformers.json")
@@ -102,17 +106,22 @@ def _modules(path: Path) -> list[tuple[str, str]]:
             raise ModelFileError(f"{path}: path = {quote(folder)} is not inside the directory")
         found.append((name, folder))
     names = [name for name, _ in found]
+    if "Transformer" not in names:
+        raise ConfigError(f"{path}: it has no Transformer module")
     once = [name for name in names if name != "Dense"]
     if names != sorted(names, key=_MODULES.index) or len(set(once)) < len(once):
         raise ConfigError(f"{path}: modules {', '.join(names)}: not supported in this order")
-    if ("Transformer", "") not in found and "Transformer" in names:
+    if ("Transformer", "") not in found:
         raise ConfigError(f"{path}: the Transformer module is in a folder of its own")
     return found
 
 
-def _pooling(path: Path) -> tuple[str, ...]:
+def _pooling(path: Path) -> tuple[tuple[str, ...], int | None]:
+    """Return the poolings of a Pooling module, and the columns that it states."""
+    if not path.is_file():
+        raise ModelFileError(f"{path}: no such file, but modules.json has the module")
     values = JsonValues(path)
-    values.get("word_embedding_dimension", int)  # as the model states
+    width = values.get("word_embedding_dimension", int) or values.get("embedding_dimension", int)
     values.get("embedding_dimension", int)
     if values.get("include_prompt", bool) is False:
         raise ConfigError(f"{path}: include_prompt = False is not supported")
@@ -124,4 +133,4 @@ def _pooling(path: Path) -> tuple[str, ...]:
     if not chosen or not all(isinstance(n, str) and n in POOLINGS for n in chosen):
         known = ", ".join(POOLINGS)
         raise ConfigError(f"{path}: pooling {quote(chosen)} is not supported, only {known}")
-    return tuple(name for name in POOLINGS if name in chosen)
+    return tuple(name for name in POOLINGS if name in chosen), width

@@ -41,6 +41,11 @@ class EmbeddingModel(EncoderModel):
     ) -> None:
         """See `EncoderModel`. ModelFileError: a Dense module has another number of columns."""
         super().__init__(file, encoder, executor_options, owns_file)
+        if self.settings.width not in (None, encoder.cfg.dim):
+            raise ModelFileError(
+                f"{file.path}: the Pooling module states {self.settings.width} columns, the model "
+                f"has {encoder.cfg.dim}"
+            )
         width = len(self.settings.pooling) * encoder.cfg.dim
         for layer in self.settings.dense:
             if layer.weight.shape[1] != width:

@@ -245,10 +245,16 @@ def test_minilm_agrees_with_transformers():
 def test_directories_are_read_strictly(tmp_path):
     write_encoder(tmp_path, SPEC, 0)
     assert EmbeddingModel.load(tmp_path, device="reference").settings.pooling == ("mean",)
-    path = tmp_path / "modules.json"
+    path, first = tmp_path / "modules.json", '{"type": "a.Transformer", "path": ""}'
     for text, error, match in (
         ('[{"type": "a.LSTM", "path": "2_LSTM"}]', ConfigError, "module 'LSTM'"),
-        ('[{"type": "a.Dense", "path": "2_Dense"}]', ModelFileError, "2_Dense"),
+        (f'[{first}, {{"type": "a.Dense", "path": "2_Dense"}}]', ModelFileError, "2_Dense"),
+        (
+            f'[{first}, {{"type": "a.Pooling", "path": "3"}}]',
+            ModelFileError,
+            "3/config.json: no such",
+        ),
+        ("[]", ConfigError, "no Transformer module"),
         ('[{"type": "a.Pooling"}, {"type": "a.Transformer"}]', ConfigError, "in this order"),
         ('[{"type": "a.Pooling", "path": "../x"}]', ModelFileError, "not inside"),
         ('{"a": 1}', ModelFileError, "not a list of modules"),
@@ -259,10 +265,16 @@ def test_directories_are_read_strictly(tmp_path):
     write_modules(tmp_path, pooling="nothing")
     with pytest.raises(ConfigError, match="pooling"):
         EmbeddingModel.load(tmp_path, device="reference")
-    (tmp_path / "sentence_bert_config.json").write_text('{"max_length": 9}')
     write_modules(tmp_path)
-    (tmp_path / "sentence_bert_config.json").write_text('{"max_length": 9}')
-    with pytest.raises(ConfigError, match="max_length"):
+    for text, match in (('{"max_length": 9}', "max_length"), ('{"max_seq_length": 0}', "positive")):
+        (tmp_path / "sentence_bert_config.json").write_text(text)
+        with pytest.raises(ConfigError, match=match):
+            EmbeddingModel.load(tmp_path, device="reference")
+    write_modules(tmp_path)
+    (tmp_path / "1_Pooling" / "config.json").write_text(
+        '{"word_embedding_dimension": 7, "pooling_mode_cls_token": true}'
+    )
+    with pytest.raises(ModelFileError, match="states 7 columns, the model has 60"):
         EmbeddingModel.load(tmp_path, device="reference")
 
 
