@@ -20,6 +20,7 @@ from ..embedding import EmbeddingModel, SequenceClassifier
 from ..tokenizer import Tokenizer
 from .completions import Completions
 from .encoder_endpoints import Embeddings, Rerank
+from .errors import hide_folder
 from .fields import check_fields, check_known
 from .json_data import json_response
 from .llama_endpoints import LlamaEndpoints
@@ -73,6 +74,7 @@ def create_app(
 
 def model_endpoints(llm: Model, served: ServedModel, metrics: Metrics) -> list[Endpoints]:
     """Return the endpoints of a model; see `create_app`."""
+    hide_folder(llm.file.path)
     utilities = _TokenizerEndpoints(llm.tokenizer, served.max_body)
     shared: list[Endpoints] = [
         ("POST", "/tokenize", utilities.tokenize),

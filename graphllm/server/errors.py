@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from starlette.responses import Response
@@ -28,6 +29,22 @@ _LLAMA_TYPES = {
     404: "not_found_error",
     503: "unavailable_error",
 }
+
+
+_hidden: set[str] = set()  # folders of served models, each with a slash at its end
+
+
+def hide_folder(path: Path) -> None:
+    """Let errors that clients get name the file ``path`` without its folder."""
+    folder = path.absolute().parent
+    if folder.parent != folder:
+        _hidden.add(f"{folder}/")
+
+
+def _without_folders(text: str) -> str:
+    for folder in _hidden:
+        text = text.replace(folder, "")
+    return text
 
 
 class ApiError(Exception):
@@ -88,8 +105,8 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 def api_error(error: Exception, param: str | None = None) -> ApiError:
     """Return the error that a client gets for an exception.
 
-    Invalid requests are explained. Failures of the server are printed on standard error, and the
-    client learns only that they happened.
+    Invalid requests are explained, without the folders of models. Failures of the server are
+    printed on standard error, and the client learns only that they happened.
 
     Args:
         error: the exception.
@@ -103,9 +120,10 @@ def api_error(error: Exception, param: str | None = None) -> ApiError:
         text += f" ({error.context} tokens)"
         return ApiError(400, text, param, _CONTEXT, details=counts)
     if isinstance(error, RequestError) and not isinstance(error, OutOfMemory):
+        text = _without_folders(str(error))
         if error.argument == "context":
-            return ApiError(400, str(error), param, _CONTEXT)
-        return ApiError(400, str(error), error.argument or param)
+            return ApiError(400, text, param, _CONTEXT)
+        return ApiError(400, text, error.argument or param)
     log_failure(error)
     return ApiError(500, "the server failed to process the request; its log says why")
 

@@ -52,6 +52,21 @@ def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
     return "".join(p["delta"].get("content", "") if "delta" in p else p["text"] for p in pieces)
 
 
+def test_errors_do_not_name_the_folder_of_the_model(tmp_path):
+    """What a client could learn of the file system: a model without a chat template, for one."""
+    (tmp_path / "secret folder").mkdir()
+    path = tiny.write_tiny(tmp_path / "secret folder" / "tiny.gguf", "llama")
+    with graphllm.load(path, device="cpu", threads=1) as own:
+        server = Running(own)
+        answers = [server.call(CHAT, {"messages": MESSAGES})]
+        answers += [server.call(path) for path in ("/v1/models", "/props", "/slots", "/metrics")]
+        server.stop()
+    status, found = answers[0]
+    assert status == 400 and found["error"]["message"].startswith("tiny.gguf")
+    for answer in answers:
+        assert "secret folder" not in json.dumps(answer) and str(tmp_path) not in json.dumps(answer)
+
+
 def test_many_clients_get_what_they_get_alone(llm, server):
     """Chats and completions, whole and streamed, all at once."""
     asks = [SAMPLED | {"seed": i, "max_tokens": 4 + i % 9, "min_p": 0.02 * (i % 3)}
