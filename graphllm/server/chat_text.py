@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from .errors import ApiError
 from .harmony import HarmonyParser, is_harmony
 from .reasoning import BEGIN, END, ReasoningParser
+from .structured_fields import FORMATS
 from .tagged_call_parser import TaggedCallParser
 from .tool_call_parser import Part, Text, ToolCall, ToolCallParser
 from .tool_formats import TaggedFormat, find_format
@@ -223,7 +224,7 @@ def tool_use(values: Mapping[str, Any], template: str) -> ToolUse | None:
         raise ApiError(400, f"no tool has the name {choice['name'][:64]!r}", "tool_choice")
     if choice == "none":
         return None
-    for form in ("response_format", "json_schema", "grammar"):
+    for form in FORMATS:
         if values.get(form) is not None:
             text = f"{form} with tools needs tool_choice none"
             raise ApiError(400, text, form, "unsupported_value")

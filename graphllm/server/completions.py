@@ -35,6 +35,7 @@ from .reasoning import reasoning_variables
 from .request_body import read_json
 from .served_model import ServedModel
 from .streaming import ClientDisconnected, EventStream, until_disconnect
+from .structured_fields import is_restricted
 
 Value = TypeVar("Value")
 MAX_PENDING = 1024  # choices of all requests that run or wait; more are refused
@@ -203,8 +204,8 @@ class Completions:
 
         Args:
             values: fields as those of ``/v1/chat/completions``: ``messages``, ``tools``,
-                ``tool_choice``, ``parallel_tool_calls``, ``response_format``, ``json_schema``,
-                ``grammar`` and ``reasoning_effort``; see `reasoning_variables` for
+                ``tool_choice``, ``parallel_tool_calls``, `structured_fields.FORMATS` and
+                ``reasoning_effort``; see `reasoning_variables` for
                 ``reasoning_required``.
             names: see `Job`.
 
@@ -213,8 +214,7 @@ class Completions:
         """
         tools, ids = await self._with_template(values, names, self.llm.encode_chat)
         grammar = None if tools is None else tools.grammar
-        formats = (values.get(name) for name in ("response_format", "json_schema", "grammar"))
-        restricted = grammar is not None or any(each is not None for each in formats)
+        restricted = grammar is not None or is_restricted(values)
         end = self.llm.tokenizer.decode(ids[-16:], skip_special=False)
         text = chat_text(self.llm.template.source, end, tools, restricted)
         return Chat(ids, text, grammar)

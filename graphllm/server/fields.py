@@ -26,6 +26,15 @@ from ..arguments import (
 from .errors import ApiError
 from .json_shapes import OBJECT, STRING, Shape, accepts, array, one_of, shape_of
 from .reasoning import EFFORTS
+from .structured_fields import (
+    VLLM_FORMATS,
+    Constraint,
+    grammar_field,
+    guided_choice,
+    guided_grammar,
+    guided_json,
+    structured_outputs,
+)
 from .tools import response_format_field, tool_choice_field, tools_field
 
 MAX_CHOICES = 128  # of a request: prompts times n, as OpenAI limits n
@@ -144,16 +153,6 @@ def _stream_options(name: str, value: Any) -> bool:
     return given is not None and flag(f"{name}.include_usage", given)
 
 
-@accepts(STRING)
-def _gbnf(name: str, value: Any) -> str | None:
-    """A grammar in llama.cpp's GBNF, as Lark; None if it is empty."""
-    if not any_text(name, value).strip():
-        return None
-    from ..engine.grammar import lark_from_gbnf  # needs the extra ``structured``
-
-    return lark_from_gbnf(name, value)
-
-
 _REPEAT_PENALTY = Field(Real(0.01, 100), "repeat_penalty")
 # Not in the APIs, with the names of vLLM and llama.cpp.
 BEYOND = {
@@ -166,14 +165,18 @@ BEYOND = {
     "stop_token_ids": Field(token_ids, "stop_ids"),
     "x_profile": Field(flag, "profile"),
     "json_schema": Field(mapping, "json_schema"),
-    "grammar": Field(_gbnf, "grammar"),
+    "grammar": Field(grammar_field, "grammar"),
     # What would change the answer.
-    "guided_json": Field(Unsupported()),
-    "structured_outputs": Field(Unsupported()),
+    **{name: Field(Unsupported()) for name in VLLM_FORMATS},
 }
 SEED, TOP_K = Field(_seed, "seed"), Field(Integer(0, COUNT), "top_k")
 
 COMMON = BEYOND | {
+    "structured_outputs": Field(structured_outputs),
+    "guided_json": Field(guided_json, "json_schema"),
+    "guided_regex": Field(text, "regex"),
+    "guided_choice": Field(guided_choice, "grammar"),
+    "guided_grammar": Field(guided_grammar, "grammar"),
     "model": Field(any_text),
     "stream": Field(flag),
     "stream_options": Field(_stream_options),
@@ -253,7 +256,9 @@ def sampling_settings(table: Mapping[str, Field], values: Mapping[str, Any]) -> 
     settings: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, value in values.items():
-        if setting := table[name].setting:
+        setting = _setting(table, name, value)
+        if setting is not None:
+            value = value.value if isinstance(value, Constraint) else value
             if setting in settings:
                 both = f"{origin[setting]} and {name}"
                 raise ApiError(400, f"{both} are the same setting: give one of them", name)
@@ -263,4 +268,10 @@ def sampling_settings(table: Mapping[str, Field], values: Mapping[str, Any]) -> 
 
 def setting_names(table: Mapping[str, Field], values: Mapping[str, Any]) -> dict[str, str]:
     """Return the name of the field of a request by the field of `Sampling` that it sets."""
-    return {setting: name for name in values if (setting := table[name].setting)}
+    found = {_setting(table, name, value): name for name, value in values.items()}
+    return {setting: name for setting, name in found.items() if setting is not None}
+
+
+def _setting(table: Mapping[str, Field], name: str, value: Any) -> str | None:
+    """Return the field of `Sampling` that a field of a request sets, if any."""
+    return value.setting if isinstance(value, Constraint) else table[name].setting

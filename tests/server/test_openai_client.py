@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,6 +89,59 @@ def test_structured_output(client):
         model=MODEL, prompt="hello", max_tokens=400, extra_body={"response_format": FORMAT}
     )
     check_schema(body.choices[0].text)
+
+
+@pytest.mark.parametrize(
+    "kind, value, pattern",
+    [
+        ("regex", "(ab|/cd){2}\\n?", r"(ab|/cd){2}\n?"),
+        ("choice", ['a"b', "c\\d", "\u00e9\n"], 'a"b|c\\\\d|\u00e9\n'),
+        ("grammar", 'start: "x" /[0-9]{3}/', "x[0-9]{3}"),
+        ("grammar", 'root ::= "y" [0-9]', "y[0-9]"),
+        ("json", SCHEMA, None),
+        ("json", json.dumps(SCHEMA), None),
+    ],
+)
+def test_forms_of_vllm(client, kind, value, pattern):
+    """`structured_outputs`, and `guided_*` before it, in chats and completions."""
+    for body in ({"structured_outputs": {kind: value}}, {f"guided_{kind}": value}):
+        chat = client.chat.completions.create(**ASK, extra_body=body)
+        ask = {"model": MODEL, "prompt": "hello", "max_tokens": 400, "extra_body": body}
+        for text in (
+            chat.choices[0].message.content,
+            client.completions.create(**ask).choices[0].text,
+        ):
+            if pattern is None:
+                check_schema(text)
+            else:
+                assert re.fullmatch(pattern, text), text
+
+
+def test_forms_that_are_refused(client, openai):
+    """With the name of the field, before anything is computed."""
+    for body, field, match in (
+        ({"structured_outputs": {}}, "structured_outputs", "must have one of the keys json, regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "not supported"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex"),
+        ({"structured_outputs": {"choice": []}}, None, "choice"),
+        ({"structured_outputs": {"choice": ["a" * 70_000]}}, None, "characters in all"),
+        ({"guided_choice": "a"}, None, "guided_choice"),
+        ({"guided_regex": 3}, None, "guided_regex"),
+        ({"guided_json": "{"}, "guided_json", "a JSON schema"),
+        ({"guided_grammar": "start: x"}, None, "grammar"),
+        ({"guided_json": SCHEMA, "guided_regex": "a"}, None, "cannot be combined with regex"),
+        ({"guided_json": SCHEMA, "structured_outputs": {"json": SCHEMA}}, None, "same setting"),
+        ({"structured_outputs": {"regex": "a"}, "tools": TOOLS}, "structured_outputs", "tools"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=match) as failed:
+            client.chat.completions.create(**ASK, extra_body=body)
+        assert field is None or failed.value.param == field, body
+    found = client.chat.completions.create(
+        **ASK | {"max_completion_tokens": 40},
+        extra_body={"structured_outputs": {"json_object": True, "regex": None}},
+    )
+    assert found.choices[0].message.content.startswith("{")
 
 
 def test_tool_calls(client):
