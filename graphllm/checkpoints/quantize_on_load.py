@@ -14,7 +14,7 @@ from .. import backends as registry
 from .. import ops
 from ..backends import Backend, Bound, Device, Header, Kernel, Operand, Options
 from ..errors import GraphllmError, ModelFileError, PlacementError, RequestError, quote
-from ..formats import ROW_FORMATS, WEIGHT_FORMATS, activation_of, fallback_of
+from ..formats import BLOCK_FORMATS, ROW_FORMATS, WEIGHT_FORMATS, activation_of, fallback_of
 from ..formats.activations import LAYOUTS, rotate_blocks
 from ..formats.quantization import Blocks, dequantise
 from ..graph.dtype import DTYPES, F32, DType
@@ -56,7 +56,7 @@ def rotated_rows(
     fewer bits the error of the weights dominates. The first usable backend must work in host
     memory, as GPUs do not quantise the activations of many tokens.
     """
-    form = DTYPES.get(kind)
+    form = DTYPES[kind] if kind in BLOCK_FORMATS or kind in ROW_FORMATS else None
     activation = form and activation_of(form)
     exact = form is not None and form.nbytes >= form.block
     applies = exact and activation in LAYOUTS and LAYOUTS[activation].q == np.int8

@@ -90,8 +90,19 @@ def test_quantize_on_load(tmp_path, monkeypatch):
     switched = {"no_kernels": ("cpu:quantise",), "threads": 1}
     llm = graphllm.load(folder, device="cpu", context=32, type="q4_0", **switched)
     assert "matrices are converted on reference: switched off (cpu:quantise)" in llm.notes()
-    with pytest.raises(graphllm.RequestError, match=r"unknown type 'q7' .*known: .*q8_0"):
-        logits(folder, type="q7")
+    for unknown in ("q7", "a8_32"):
+        with pytest.raises(
+            graphllm.RequestError, match=rf"unknown type '{unknown}' .*known: .*q8_0"
+        ):
+            logits(folder, type=unknown)
+
+
+@pytest.mark.parametrize("kind, least", [("f32", 0), ("f16", 2e-3), ("bf16", 2e-2)])
+def test_floats_are_converted_on_load(tmp_path, kind, least):
+    folder = write(tmp_path)
+    want, have = logits(folder), logits(folder, type=kind)
+    assert np.abs(have - want).max() <= least * np.abs(want).max()
+    assert (kind == "f32") == np.array_equal(have, want)
 
 
 def test_a_llama2c_file(tmp_path):
