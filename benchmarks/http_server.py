@@ -1,7 +1,11 @@
 """What HTTP costs: streams of `graphllm serve` and the same requests in one process, interleaved.
 
     pip install 'graphllm[serve,demo]'
-    python benchmarks/http_server.py demo -b 1,16,64 -n 64 -t 2 -r 5
+    python benchmarks/http_server.py --model demo -b 1,16,64 -n 64 -t 2 -r 5
+    python benchmarks/http_server.py --model mistral-7b:q8_0 --device cuda -b 1,64
+
+A model is a file, ``demo``, or SHAPE:TYPE for random weights in the shape of a real model, which
+`make_random_gguf` writes; its artificial vocabulary makes a token of each byte of a prompt.
 
 Each round computes ``-b`` requests at once, each with a prompt of its own of about 32 tokens and
 ``-n`` sampled tokens, first through the engine and then through a server on localhost. Rates are
@@ -27,6 +31,7 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +41,8 @@ from typing import NamedTuple
 
 import graphllm
 from graphllm.backends.cpu.runtime.isa import isa
+from graphllm.checkpoints.model_shapes import SHAPES, TYPES
+from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.profiler.roofline import cpu_name
 
 _WORDS = [
@@ -145,10 +152,10 @@ def loop_seconds(process: int) -> float:
 
 
 @contextmanager
-def server(model: str, sequences: int, threads: int) -> Iterator[tuple[int, int]]:
+def server(model: str, sequences: int, threads: int, device: str) -> Iterator[tuple[int, int]]:
     """Serve a model in another process; yields the port and the process id."""
     command = [sys.executable, "-m", "graphllm", "serve", model, "--port", "0", "-t", str(threads),
-               "--parallel", str(sequences), "-c", "512"]  # fmt: skip
+               "--parallel", str(sequences), "-c", "512", "--device", device]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stderr is not None
         port = None
@@ -164,6 +171,21 @@ def server(model: str, sequences: int, threads: int) -> Iterator[tuple[int, int]
             process.terminate()
 
 
+@contextmanager
+def model_file(model: str) -> Iterator[str]:
+    """Yield a model's file or name; that of SHAPE:TYPE is removed afterwards."""
+    shape, _, kind = model.partition(":")
+    if shape not in SHAPES or kind not in TYPES:
+        yield model
+        return
+    from make_random_gguf import write  # needs the package gguf
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "random.gguf"
+        write(RandomCheckpoint(shape, kind), path)
+        yield str(path)
+
+
 def spread(ratios: list[float]) -> str:
     """Return the median, and the smallest and the largest value."""
     return f"{median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
@@ -171,7 +193,8 @@ def spread(ratios: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--model", default="demo", help="A file, demo, or SHAPE:TYPE.")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("-b", dest="batches", default="1,16,64", help="Requests at once.")
     parser.add_argument("-n", dest="tokens", type=int, default=64)
     parser.add_argument("-t", dest="threads", type=int, default=2)
@@ -179,14 +202,18 @@ def main() -> None:
     opts = parser.parse_args()
     batches = [int(each) for each in opts.batches.split(",")]
     print(f"{cpu_name()}; {isa()}; {opts.threads} threads, {opts.tokens} tokens each")
+    print(f"{opts.model} on {opts.device}")
     print(
         "requests | engine tok/s | HTTP tok/s | HTTP / engine       | decode              | "
         "TTFT ms: engine | HTTP  | us/token: loop | client"
     )
     most = max(batches)
     with (
-        graphllm.load(opts.model, context=512, max_sequences=most, threads=opts.threads) as llm,
-        server(opts.model, most, opts.threads) as (port, process),
+        model_file(opts.model) as model,
+        graphllm.load(
+            model, context=512, max_sequences=most, threads=opts.threads, device=opts.device
+        ) as llm,
+        server(model, most, opts.threads, opts.device) as (port, process),
     ):
         for count in batches:
             own, http = list[Round](), list[Round]()
