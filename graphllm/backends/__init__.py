@@ -29,6 +29,7 @@ from .contract import (
     Ring,
     Segment,
     TimestampLog,
+    packed_nbytes,
 )
 from .order import ORDER
 from .third_party import declared_backends, load_backend
@@ -53,6 +54,7 @@ __all__ = [
     "fallbacks",
     "find",
     "names",
+    "packed_nbytes",
     "select_usable",
 ]
 

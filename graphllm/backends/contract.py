@@ -26,6 +26,14 @@ from .probe_results import ProbeResults
 Progress = Callable[[str, int, int], None]  # (task, units done, units in total)
 Pack = Callable[[np.ndarray, Meta], np.ndarray]  # (stored bytes, their Meta) -> packed bytes
 
+
+def packed_nbytes(pack: Pack | None, meta: Meta) -> int:
+    """Return the bytes of a weight that is packed by ``pack``: what that states as ``nbytes``, a
+    function of Meta, or the bytes of the stored form."""
+    stated: Callable[[Meta], int] | None = getattr(pack, "nbytes", None)
+    return meta.bound().nbytes if stated is None else stated(meta.bound())
+
+
 # ----------------------------------------------------------------------------------------- options
 
 

@@ -175,11 +175,11 @@ def backend_options(given: Mapping[str, Any]) -> Options:
     )  # fmt: skip
 
 
-def _check_fp8_prefill(device: str, deterministic: bool) -> None:
-    """Raise PlacementError or RequestError unless prefill in FP8 is possible on ``device``."""
+def check_fp8_prefill(device: str, deterministic: bool) -> None:
+    """Raise PlacementError or RequestError unless prefill in FP8 fits the other options."""
     usable, reason = registry.find("cuda").available()
-    if device not in ("auto", "cuda") or not usable:
-        reason = f"device = {device!r}" if usable else reason
+    if device != "cuda" and not (device == "auto" and usable):
+        reason = reason if device == "auto" else f"device = {device!r}"
         raise PlacementError(f"prefill = 'fp8' needs a GPU of CUDA: {reason}", "prefill")
     if deterministic:
         raise RequestError(
@@ -200,7 +200,7 @@ def executor_arguments(
     if not usable:
         raise PlacementError(f"device = {device!r} cannot be used: {reason}", "device")
     if options.prefill == "fp8":
-        _check_fp8_prefill(device, options.deterministic)
+        check_fp8_prefill(device, options.deterministic)
     return {
         "backends": None if device == "auto" else registry.fallbacks(device),
         "options": options,
@@ -248,7 +248,10 @@ def sized_limits(
 
 def memory_left(decoder: Decoder, executor: Executor) -> int | None:
     """Return the bytes that the weights leave free on the first device; None if unknown."""
-    metas = map(decoder.weights.meta, decoder.weights.names())
-    needed = sum(meta.nbytes for meta in metas if meta is not None)
+    found = map(decoder.weights.meta, decoder.weights.names())
+    metas = [meta for meta in found if meta is not None]
+    needed = sum(meta.nbytes for meta in metas)
+    if executor.options.prefill == "fp8":  # a copy of each matrix, a byte an element
+        needed += sum(meta.size for meta in metas if meta.ndim == 2)
     free = executor.devices.of(executor.backends[0]).free()
     return None if free is None else max(0, free - needed)

@@ -10,6 +10,7 @@ from .. import backends as registry
 from ..backends import Backend, Device, Options
 from ..compiler.plan import HOST
 from ..errors import PlacementError
+from ..loading.load import check_fp8_prefill
 from ..runtime.devices import Devices
 from ..runtime.executor import Executor
 
@@ -55,11 +56,14 @@ class Planner(Executor):
     """An Executor that only compiles plans.
 
     ``asked``, the first backend, need not be usable here. ``free``: see `_PlannedDevices`.
+    PlacementError, RequestError: an option does not fit ``asked``.
     """
 
     def __init__(
         self, weights: Weights, asked: str, options: Options, free: int | None, **more: Any
     ) -> None:
+        if options.prefill == "fp8":
+            check_fp8_prefill(asked, options.deterministic)
         self._asked, self._free = asked, free
         names = registry.names() if asked == "auto" else registry.fallbacks(asked)
         super().__init__(weights, names, options, **more)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..arguments import as_int, invalid_argument
+from ..backends import packed_nbytes
 from ..compiler.placement import Pin
 from ..compiler.plan import HOST, TRANSFER, Plan, Step
 from ..graph import rewrite
@@ -203,12 +204,11 @@ def leaf_buffers(step: Step) -> list[tuple[tuple[str, object], int, bool]]:
         own = rewrite.root(source) if source is not None else None
         if own is None or not own.is_leaf:
             continue
-        nbytes = own.meta.bound().nbytes
         if own.op == WEIGHT:
             pack = step.kernel.pack.get(get(step.node.op).operand(index))
-            found.append(((own.name, pack), nbytes, pack is not None))
+            found.append(((own.name, pack), packed_nbytes(pack, own.meta), pack is not None))
         else:
-            found.append(((own.name, None), nbytes, False))
+            found.append(((own.name, None), own.meta.bound().nbytes, False))
     return found
 
 

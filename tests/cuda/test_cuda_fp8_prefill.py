@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from cuda_cases import ORDER, need_gpu, normal, quantised
 from paper_cuda import paper_fixture  # noqa: F401
 from test_cuda_plans import Empty
+from tiny_models import write_tiny
 
 import graphllm
 from graphllm import ops
@@ -19,6 +21,7 @@ from graphllm.backends.cuda.kernels.e4m3_copy import PACK_WITH_COPY
 from graphllm.backends.cuda.kernels.matrices import MAX_TOKENS
 from graphllm.backends.cuda.runtime.work import Launch
 from graphllm.checkpoints.model_shapes import MIX, SHAPES
+from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.errors import PlacementError, RequestError
 from graphllm.formats.activations import F8_ROW, dequantise_act, quantise_act
 from graphllm.graph.dtype import dtype
@@ -89,6 +92,18 @@ def test_refusals(tmp_path):
             graphllm.load("demo", device=device, prefill="fp8")
     with pytest.raises(RequestError, match="prefill = 'fp4'"):
         graphllm.load("demo", prefill="fp4")
+    with pytest.raises(PlacementError, match="device = 'cpu'"):
+        graphllm.dry_run(write_tiny(tmp_path / "tiny.gguf", "llama"), device="cpu", prefill="fp8")
+
+
+def test_a_plan_counts_the_copies(tmp_path):
+    """One byte for each element of the matrices of the layers."""
+    file = RandomCheckpoint(replace(SHAPES["llama-1b"], layers=2, vocab=512), "q8_0")
+    plain, fp8 = (graphllm.dry_run(file, device="cuda", prefill=kind) for kind in ("auto", "fp8"))
+    names = [name for name in file.tensors if name.startswith("blk.")]
+    elements = sum(math.prod(file.info(n).shape) for n in names if len(file.info(n).shape) == 2)
+    added = fp8.memory["cuda:0"].weights - plain.memory["cuda:0"].weights
+    assert elements < added < 1.01 * elements
 
 
 def test_determinism_excludes_it(paper):
