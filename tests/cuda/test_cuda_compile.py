@@ -153,8 +153,9 @@ def test_only_timed_builds_read_the_clock():
 
 
 def test_every_kernel_of_a_step_can_be_timed():
+    of_no_step = ("support", "weight_packing", "e4m3_copy")  # the last two pack weights at load
     for path in sorted(source.SOURCES.glob("*.cu")):
-        if path.stem in ("support", "weight_packing") or path.stem.startswith("roofline"):
+        if path.stem in of_no_step or path.stem.startswith("roofline"):
             continue
         text = path.read_text("utf-8")
         kernels = len(re.findall("__global__", text))

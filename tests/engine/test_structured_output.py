@@ -158,6 +158,7 @@ WIDE = {"allOf": [{"anyOf": [{"properties": {f"{a}{i}": {"type": kind}}} for a, 
     ({"grammar": 'start: "a"', "regex": "a"}, "regex cannot be combined with grammar"),
     ({"regex": "a", "forced_ids": [5]}, "regex cannot be combined with forced_ids"),
     ({"regex": "a+", "beams": 2, "top_k": 0}, "regex = .* beam search .* has no use for it"),
+    ({"regex": "(a{1000}){1000}"}, "cannot go on: lexer error"),  # within a second
     ({"regex": "3+", "banned_ids": [275, 322, 378, *range(51, 61)]}, "no token is left: the gramm"),
     ({"regex": "ab", "processors": [lambda ids, x: np.eye(400)[370] * 99]}, "cannot go on"),
 ])  # fmt: skip
