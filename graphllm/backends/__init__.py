@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from ..debug import debug
-from ..errors import PlacementError, RequestError
-from ..ops import get, registry
+from ..errors import PlacementError
 from .contract import (
     ANY,
     CONTIGUOUS,
@@ -50,7 +49,6 @@ __all__ = [
     "Ring",
     "Segment",
     "TimestampLog",
-    "check_switches",
     "fallbacks",
     "find",
     "names",
@@ -97,24 +95,6 @@ def select_usable(names: Sequence[str]) -> tuple[list[Backend], dict[str, str]]:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
         raise PlacementError(f"no usable backend ({reasons})")
     return found, skipped
-
-
-def check_switches(no_kernels: Sequence[str]) -> None:
-    """Check the entries of ``no_kernels``.
-
-    Raises RequestError for an entry that is not "backend:op", and for an op that plans need.
-    """
-    for switch in no_kernels:
-        backend, colon, op = switch.partition(":")
-        problem = ""
-        if not colon or backend not in names():
-            problem = f"begin with one of {', '.join(names())} and a colon"
-        elif op not in registry():
-            problem = f"end in the name of an op, which {op!r} is not"
-        elif get(op).role:
-            problem = f"name another op: the compiler inserts {op} where a plan needs it"
-        if problem:
-            raise RequestError(f"no_kernels = {switch!r} must {problem}", "no_kernels")
 
 
 def names() -> list[str]:

@@ -205,7 +205,7 @@ class Segment(Protocol):
 class Ring(Protocol):
     """Asynchronous copies of one operand to the host.
 
-    Copies, runs and `Device.copy_in` take effect in the order of the calls.
+    Copies, runs and `Device.write` take effect in the order of the calls.
     """
 
     lookahead: int  # runs that may be launched before the copy of an earlier run is taken
@@ -215,6 +215,9 @@ class Ring(Protocol):
 
     def take(self) -> np.ndarray:
         """Wait for the oldest copy that has not been taken, and return it."""
+
+    def restart(self) -> None:
+        """Forget the copies that have not been taken."""
 
 
 class Device(Protocol):
@@ -229,8 +232,11 @@ class Device(Protocol):
     def free(self) -> int | None:
         """Return the bytes that can still be allocated; None if unknown."""
 
-    def copy_in(self, operand: Operand, data: np.ndarray) -> None:
-        """Write ``data``, of the operand's shape; for a block format its rows as uint8."""
+    def write(self, values: Sequence[tuple[Operand, np.ndarray]]) -> None:
+        """Write data of each operand's shape to it; for a block format its rows as uint8.
+
+        The caller may change the data when this returns.
+        """
 
     def copy_out(self, operand: Operand) -> np.ndarray:
         """Return a copy of the operand, whose shape has no Var, as a NumPy array."""

@@ -130,11 +130,12 @@ class HostDevice:
         """See `graphllm.backends.contract.Device`."""
         return free_bytes()
 
-    def copy_in(self, operand: Operand, data: np.ndarray) -> None:
-        """Write ``data``, of the operand's shape; for a block format uint8 [rows, row_bytes]."""
-        view = _view(operand.buffer, operand.meta, _rows(operand.meta))
-        target = view.raw if isinstance(view, Blocks) else view
-        target[...] = data.reshape(target.shape)
+    def write(self, values: Sequence[tuple[Operand, np.ndarray]]) -> None:
+        """See `graphllm.backends.contract.Device`."""
+        for operand, data in values:
+            view = _view(operand.buffer, operand.meta, _rows(operand.meta))
+            target = view.raw if isinstance(view, Blocks) else view
+            target[...] = data.reshape(target.shape)
 
     def copy_out(self, operand: Operand) -> np.ndarray:
         """Return a contiguous copy of the operand; for a block format uint8 [rows, row_bytes]."""

@@ -342,14 +342,15 @@ class Runner:
         loop, block = self._loop, self.limits.block
         assert loop is not None
         loop.lengths[:] = [chunk.stop for chunk in chunks]
+        states = Feeds()
         if loop.chosen:
-            last = [chunk.sequence.tokens[-1] for chunk in chunks]
-            self.executor.set_state("ids", np.array(last, np.int32))
+            states["ids"] = np.array([c.sequence.tokens[-1] for c in chunks], np.int32)
         if loop.chosen or any(length % block <= 1 for length in loop.lengths):
-            for name in self.caches:
-                self.executor.set_state(f"table.{name}", self._tables(loop.rows, name))
+            states |= {f"table.{name}": self._tables(loop.rows, name) for name in self.caches}
         if any(row.grammar for row in loop.rows):
-            self.executor.set_state("mask", mask_feed(loop.rows, self._masks))
+            states["mask"] = mask_feed(loop.rows, self._masks)
+        if states:
+            self.executor.buffers.write(states)
         if loop.recorder is not None:
             loop.recorder.begin_step(chunks)
         loop.steps.launch()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import backends as registry
+from .. import ops
 from ..arguments import (
     Integer,
     OneOf,
@@ -168,11 +169,29 @@ def backend_options(given: Mapping[str, Any]) -> Options:
     RequestError, GraphError: unknown fusion rule or kernel.
     """
     fusion.check_names(given["no_fuse"])
-    registry.check_switches(given["no_kernels"])
+    _check_switches(given["no_kernels"])
     return Options(
         given["linear"], given["threads"], given["no_fuse"], given["no_kernels"],
         given["deterministic"], given["low_mem"], given["prefill"],
     )  # fmt: skip
+
+
+def _check_switches(no_kernels: Sequence[str]) -> None:
+    """Check the entries of ``no_kernels``.
+
+    Raises RequestError for an entry that is not "backend:op", and for an op that plans need.
+    """
+    for switch in no_kernels:
+        backend, colon, op = switch.partition(":")
+        problem = ""
+        if not colon or backend not in registry.names():
+            problem = f"begin with one of {', '.join(registry.names())} and a colon"
+        elif op not in ops.registry():
+            problem = f"end in the name of an op, which {op!r} is not"
+        elif ops.get(op).role:
+            problem = f"name another op: the compiler inserts {op} where a plan needs it"
+        if problem:
+            raise RequestError(f"no_kernels = {switch!r} must {problem}", "no_kernels")
 
 
 def check_fp8_prefill(device: str, deterministic: bool) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -15,7 +15,7 @@ from ..backends import Device, Operand, Pack
 from ..backends.alignment import aligned
 from ..errors import GraphError, GraphllmError, OutOfMemory
 from ..graph.dtype import BF16, DType
-from ..graph.tensor import Meta, Tensor, replica
+from ..graph.tensor import Meta, Tensor, live, replica
 from ..weights import Arrays, Weights
 from .devices import Devices
 
@@ -27,7 +27,15 @@ class _Value:
     """The buffer of an input or a state in one memory, at the upper bound of its shape."""
 
     operand: Operand
-    written: bool = False
+    parts: dict[int, Operand] = field(default_factory=dict)  # the leading rows, by their number
+
+    def leading(self, rows: int) -> Operand:
+        """Return the first rows, at most all; the same object for the same number."""
+        if rows not in self.parts:
+            most = self.operand.meta.bound()
+            shape = (min(rows, live(most.rows, {})), *most.inner) if most.shape else ()
+            self.parts[rows] = replace(self.operand, meta=replace(most, shape=shape))
+        return self.parts[rows]
 
 
 class Buffers:
@@ -48,6 +56,7 @@ class Buffers:
         self._values: WeakKeyDictionary[Tensor, dict[str, _Value]] = WeakKeyDictionary()
         self._weights: WeakKeyDictionary[Tensor, dict[tuple[Pack | None, str], Any]]
         self._weights = WeakKeyDictionary()  # by pack function and memory
+        self._unwritten = set[str]()  # leaves with a buffer that the host has not written
         self._lock = Lock()
         self.packed = 0  # number of weights prepared
 
@@ -74,21 +83,25 @@ class Buffers:
                 buffer[:guard] = GUARD_VALUE
                 buffer[guard + nbytes :] = GUARD_VALUE
             values[memory] = _Value(Operand(replace(leaf.meta, offset=guard), buffer))
+            self._unwritten.add(name)
         return values[memory].operand
 
-    def write(self, name: str, data: Any) -> None:
-        """See `graphllm.runtime.executor.Executor.set_state`."""
-        values = self._values_of(name)
-        meta = self._leaves[name].meta
-        array = converted(f"{name!r}", data, meta.dtype)
-        rows = len(array) if array.ndim else 1
-        wanted = replace(meta, shape=(rows, *meta.inner)) if meta.shape else meta
-        if not fits(array, wanted) or rows > meta.bound().rows:  # type: ignore[operator]
-            raise GraphError(f"{name!r} is {meta}; data of shape {array.shape} does not fit")
-        for memory, value in values.items():
-            operand = replace(value.operand, meta=replace(wanted, offset=value.operand.meta.offset))
-            self._devices.owner(memory).copy_in(operand, array)
-            value.written = True
+    def write(self, data: Mapping[str, Any]) -> None:
+        """Write the leading rows of states and inputs; see `Executor.set_state`."""
+        found = dict[str, list[tuple[Operand, np.ndarray]]]()  # by memory
+        for name, given in data.items():
+            values, meta = self._values_of(name), self._leaves[name].meta
+            array = converted(f"{name!r}", given, meta.dtype)
+            for memory, value in values.items():
+                operand = value.leading(len(array) if array.ndim else 1)
+                if not fits(array, operand.meta):
+                    raise GraphError(
+                        f"{name!r} is {meta}; data of shape {array.shape} does not fit"
+                    )
+                found.setdefault(memory, []).append((operand, array))
+        for memory, parts in found.items():
+            self._devices.owner(memory).write(parts)
+        self._unwritten.difference_update(data)
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
         """See `graphllm.runtime.executor.Executor.get_state`."""
@@ -99,8 +112,8 @@ class Buffers:
         return self._devices.owner(memory).copy_out(operand)
 
     def written(self, name: str) -> bool:
-        """Return whether the host has written every buffer of the leaf."""
-        return all(value.written for value in self._values_of(name).values())
+        """Return whether the host has written every buffer of the leaf, of which there is one."""
+        return name not in self._unwritten
 
     def _values_of(self, name: str) -> dict[str, _Value]:
         values = self._values.get(self._leaves[name]) if name in self._leaves else None

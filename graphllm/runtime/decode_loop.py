@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -12,26 +13,33 @@ from ..graph.tensor import Var
 
 
 class Output:
-    """One output of a bound plan. Readers are cached by number of rows."""
+    """One output of a bound plan. Readers and rings are cached by number of rows."""
 
     def __init__(self, device: Device, operand: Operand) -> None:
         self.device, self._operand = device, operand
-        self._readers: dict[int, Callable[[], np.ndarray]] = {}
+        self._made: dict[tuple[Any, int], Any] = {}
 
     def reader(self, env: Mapping[str, int]) -> Callable[[], np.ndarray]:
         """Return a function that copies the values after a run with the live values ``env``."""
-        rows = self._operand.meta.rows
-        count = env[rows.name] if isinstance(rows, Var) else rows
-        if count not in self._readers:
-            self._readers[count] = self.device.reader(self._at(env))
-        return self._readers[count]
+        return self._cached(self.device.reader, env)
 
     def ring(self, env: Mapping[str, int]) -> Ring | None:
-        """Return a new ring of the device for runs with the live values ``env``."""
-        return self.device.ring(self._at(env))
+        """Return an empty ring of the device for runs with the live values ``env``.
 
-    def _at(self, env: Mapping[str, int]) -> Operand:
-        return replace(self._operand, meta=self._operand.meta.at(env))
+        It is the one that was returned for as many rows before, which loses its copies.
+        """
+        ring = self._cached(self.device.ring, env)
+        if ring is not None:
+            ring.restart()
+        return ring
+
+    def _cached(self, make: Callable[[Operand], Any], env: Mapping[str, int]) -> Any:
+        rows = self._operand.meta.rows
+        key = make, env[rows.name] if isinstance(rows, Var) else rows
+        if key not in self._made:
+            meta = self._operand.meta.at(env)
+            self._made[key] = make(replace(self._operand, meta=meta))
+        return self._made[key]
 
 
 class DecodeLoop:

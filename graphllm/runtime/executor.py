@@ -291,7 +291,7 @@ class Executor:
         ``data`` is converted as a feed of `run`; for a block format it is uint8 [rows, row_bytes].
         GraphError if it does not fit.
         """
-        self.buffers.write(name, data)
+        self.buffers.write({name: data})
 
     def get_state(self, name: str, rows: int | None = None) -> np.ndarray:
         """Return a copy of a state or an input, or of its first ``rows`` rows."""
@@ -346,7 +346,8 @@ class Executor:
     ) -> DecodeLoop:
         """Return a loop that runs ``plan`` repeatedly and returns outputs of each run.
 
-        The loop is valid while the Vars and the bound buffers stay the same. If the plan is one
+        The loop is valid while the Vars and the bound buffers stay the same, and until the plan's
+        next loop is made. If the plan is one
         segment and the device supports it, a run may be launched before the previous run's output
         is read; `set_state` takes effect in order with launches.
 
@@ -394,6 +395,5 @@ class Executor:
             if not var.lo <= env.get(name, -1) <= var.hi:
                 raise GraphError(f"{name} = {env.get(name)} is not in {var.lo}..{var.hi}")
         self.header.set(env)
-        for name, data in used.items():
-            self.set_state(name, data)
+        self.buffers.write(used)
         return env

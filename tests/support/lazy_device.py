@@ -28,9 +28,9 @@ class LazyDevice(HostDevice):
         while self.queue:
             self.queue.popleft()()
 
-    def copy_in(self, operand, data) -> None:
-        kept = data.copy()
-        self.queue.append(lambda: HostDevice.copy_in(self, operand, kept))
+    def write(self, values) -> None:
+        kept = [(operand, data.copy()) for operand, data in values]
+        self.queue.append(lambda: HostDevice.write(self, kept))
 
     def copy_out(self, operand) -> np.ndarray:
         self.finish()
@@ -88,6 +88,9 @@ class _Ring:
             self.device.queue.popleft()()
         self.taken += 1
         return self.slots[(self.taken - 1) % len(self.slots)]
+
+    def restart(self) -> None:
+        self.taken = self.put_count
 
 
 def install(

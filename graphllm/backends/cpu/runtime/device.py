@@ -75,9 +75,11 @@ class CpuDevice:
         """See `graphllm.backends.Device`."""
         return free_bytes()
 
-    def copy_in(self, operand: Operand, data: np.ndarray) -> None:
-        view = _array(operand)
-        view[...] = data.reshape(view.shape)
+    def write(self, values: Sequence[tuple[Operand, np.ndarray]]) -> None:
+        """See `graphllm.backends.Device`."""
+        for operand, data in values:
+            view = _array(operand)
+            view[...] = data.reshape(view.shape)
 
     def copy_out(self, operand: Operand) -> np.ndarray:
         return _array(operand).copy()

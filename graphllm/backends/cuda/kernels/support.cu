@@ -10,6 +10,32 @@ extern "C" __global__ void set_header(i64* to, Values values) {
     for (int i = 0; i < 16; i++) to[i] = values.v[i];
 }
 
+// Bytes at `at` of a staging buffer, a multiple of 16, which go to `to`, aligned to 16 bytes.
+struct Part {
+    u8* to;
+    u32 at, nbytes;
+};
+
+struct Parts {
+    Part part[32];
+};
+
+// Write the inputs of a step. The staging buffer is pinned memory of the host, which this kernel reads
+// over the bus, past all caches.
+extern "C" __global__ void scatter(const u8* staged, Parts parts) {
+    const Part own = parts.part[blockIdx.y];
+    const u8* from = staged + own.at;
+    const u32 whole = own.nbytes & ~15u, first = blockIdx.x * blockDim.x + threadIdx.x;
+    for (u32 i = first * 16; i < whole; i += gridDim.x * blockDim.x * 16) {
+        uint4 v;
+        asm volatile("ld.global.cv.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "l"(from + i));
+        *(uint4*)(own.to + i) = v;
+    }
+    if (first < own.nbytes - whole) own.to[whole + first] = ((const volatile u8*)from)[whole + first];
+}
+
 // -------------------------------------------------------------------------------- timestamps
 
 // Before a timed run: clear the timestamps of all steps; entry 0, before the first step, ends now.

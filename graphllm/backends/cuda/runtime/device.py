@@ -115,12 +115,12 @@ class CudaDevice:
     """One GPU: its memory, its stream, loaded modules, and constants that plans share."""
 
     def __init__(self, options: Options, index: int = 0) -> None:
-        from . import launch, memory
+        from . import launch, staging
 
         self.memory, self.options = f"cuda:{index}", options
         self.progress: Callable[[str, int, int], None] = lambda what, done, total: None
         self.gpu = launch.Gpu(index)
-        self._stager = memory.Stager(self.gpu.stream)
+        self._stager = staging.Stager(self.gpu)
         self._checks = ThreadPoolExecutor(1, "graphllm-weights")
         self._constants: dict[bytes, Any] = {}
         self._header: Any = None
@@ -144,15 +144,16 @@ class CudaDevice:
         self.gpu.use()
         return free_bytes()
 
-    def copy_in(self, operand: Operand, data: np.ndarray) -> None:
-        """Write ``data`` to the operand; the caller may change it when this returns."""
+    def write(self, values: Sequence[tuple[Operand, np.ndarray]]) -> None:
+        """See `graphllm.backends.Device`."""
         self.gpu.use()
-        assert operand.meta.contiguous, operand.meta
-        kind = operand.meta.dtype.numpy or np.dtype(np.uint8)
-        raw = np.ascontiguousarray(data, kind).reshape(-1).view(np.uint8)
-        if pool_layout.scales_are_apart(operand.meta):
-            raw = pool_layout.to_gpu(operand.meta, raw)
-        self._stager.send(raw, operand.buffer.address + operand.meta.offset)
+        parts = []
+        for operand, data in values:
+            raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+            if pool_layout.scales_are_apart(operand.meta):
+                raw = pool_layout.to_gpu(operand.meta, raw)
+            parts.append((raw, operand.buffer.address + operand.meta.offset))
+        self._stager.send_all(parts)
 
     def copy_out(self, operand: Operand) -> np.ndarray:
         """A dense copy of the operand; of a block format its bytes, uint8 [rows, n]."""

@@ -90,6 +90,10 @@ class PreparedLaunch:
         if status:
             raise self._failure(status)
 
+    def argument(self, index: int) -> memoryview:
+        """The bytes of an argument, which may be changed between calls."""
+        return memoryview(self._values[index])
+
     def count_clusters(self, found: ctypes.c_int) -> int:
         """Store the number of clusters that the GPU runs at a time; return CUDA's status."""
         count = self._library.cuOccupancyMaxActiveClusters
@@ -110,23 +114,19 @@ class LiveHeader:
     """
 
     def __init__(self, buffer: Buffer, header: Header, gpu: Gpu) -> None:
-        self.address, self.header = buffer.address, header
-        self._buffer, self._gpu = buffer, gpu
-        self._sent = header.values.tobytes()
-        self._send(self._sent)
+        self.address, self.header, self._buffer = buffer.address, header, buffer
+        args = buffer.address, header.values.tobytes()
+        launch = Launch(SUPPORT["set_header"], (1,), (1,), args, programmatic=False)
+        self._send = gpu.prepare(launch)
+        self._sent = np.frombuffer(self._send.argument(1), np.int64)
+        self._send()
 
     def update(self) -> None:
         """Send the values to the device if they have changed."""
-        values = self.header.values.tobytes()
-        if values != self._sent:
-            self._send(values)
-            self._sent = values
-
-    def _send(self, values: bytes) -> None:
-        launch = Launch(
-            SUPPORT["set_header"], (1,), (1,), (self.address, values), programmatic=False
-        )
-        self._gpu.prepare(launch)()
+        values = self.header.values
+        if (values != self._sent).any():
+            self._sent[:] = values
+            self._send()
 
 
 class Gpu:
@@ -178,7 +178,7 @@ class Gpu:
                 self._functions[wanted] = loaded.get_function(wanted.name)
         return self._functions[wanted]
 
-    def prepare(self, launch: Launch) -> Callable[[], None]:
+    def prepare(self, launch: Launch) -> PreparedLaunch:
         """The launch as a function that can be called repeatedly."""
         return PreparedLaunch(launch, self.prepared(launch), self)
 

@@ -1,4 +1,4 @@
-"""Device buffers, and transfers between the host and the GPU.
+"""Device buffers, and copies of results to the host.
 
 Imported when a device is opened.
 """
@@ -6,7 +6,6 @@ Imported when a device is opened.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,8 +17,6 @@ from ....errors import OutOfMemory
 from ....graph.tensor import Meta
 from ...kernel_context import numpy_layout, span
 
-_STAGING_BYTES = 32 << 20  # bytes of each of the two pinned staging buffers
-_COPY_THREADS, _MIN_CHUNK = 4, 1 << 20  # threads that copy; bytes that are worth a thread
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
 
 
@@ -113,56 +110,9 @@ class Ring:
         self._taken += 1
         return self._values[slot].copy()
 
+    def restart(self) -> None:
+        self._taken = self._started
+
     def __del__(self) -> None:
         for arrived in self.__dict__.get("_arrived", ()):  # copies may be in flight
             arrived.synchronize()
-
-
-class Stager:
-    """Sends host bytes to the GPU through two pinned buffers, filled and sent alternately.
-
-    Large data is copied by several threads, because one thread is slower than the bus, especially
-    where pages of a file must be mapped.
-    """
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream, self._copy_pool = stream, ThreadPoolExecutor(_COPY_THREADS)
-        self._halves: list[np.ndarray] = []
-        self._sent = [Event(disable_timing=True), Event(disable_timing=True)]
-        self._half = self._used = 0
-
-    def send(self, data: np.ndarray, address: int) -> None:
-        """Write uint8 ``data`` to ``address``, in stream order."""
-        if not self._halves:
-            for _ in range(2):
-                memory = alloc_pinned_memory(_STAGING_BYTES)
-                self._halves.append(np.frombuffer(memory, np.uint8, _STAGING_BYTES))
-        at = 0
-        while at < data.nbytes:
-            if self._used == _STAGING_BYTES:
-                self._swap()
-            count = min(data.nbytes - at, _STAGING_BYTES - self._used)
-            stage = self._halves[self._half][self._used : self._used + count]
-            self._copy(stage, data[at : at + count])
-            runtime.memcpyAsync(
-                address + at, stage.ctypes.data, count,
-                runtime.memcpyHostToDevice, self._stream.ptr,
-            )  # fmt: skip
-            at, self._used = at + count, self._used + count
-
-    def _copy(self, stage: np.ndarray, data: np.ndarray) -> None:
-        share = data.nbytes // _COPY_THREADS + 1
-        if share < _MIN_CHUNK:
-            stage[:] = data
-            return
-        starts = range(0, data.nbytes, share)
-        for _ in self._copy_pool.map(
-            lambda at: np.copyto(stage[at : at + share], data[at : at + share]), starts
-        ):
-            pass
-
-    def _swap(self) -> None:
-        """Continue in the other buffer once its last transfer has completed."""
-        self._sent[self._half].record(self._stream)
-        self._half, self._used = 1 - self._half, 0
-        self._sent[self._half].synchronize()

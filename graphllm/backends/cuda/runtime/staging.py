@@ -1,0 +1,130 @@
+"""Transfers of host bytes to the GPU, in stream order.
+
+Imported when a device is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from cupy.cuda import Event, alloc_pinned_memory, runtime
+
+from .launch import Gpu
+from .source import SUPPORT
+from .work import Launch, ceil
+
+_STAGING_BYTES = 32 << 20  # bytes of each of the two pinned staging buffers
+_COPY_THREADS, _MIN_CHUNK = 4, 1 << 20  # threads that copy; bytes that are worth a thread
+
+# Arguments of the kernel `scatter` of support.cu.
+_PART = np.dtype([("to", np.uint64), ("at", np.uint32), ("nbytes", np.uint32)])
+_MAX_PARTS = 32
+_MAX_PART_BYTES = 64 << 10  # of a part that the kernel reads from the host's memory
+_ALIGN, _THREADS, _BLOCKS = 16, 128, 8
+
+
+class Stager:
+    """Sends host bytes to the GPU through two pinned buffers, filled and sent alternately.
+
+    Large data is copied by several threads, because one thread is slower than the bus, especially
+    where pages of a file must be mapped. Several small arrays, such as the feeds of a step, are
+    sent by one launch: its kernel reads them from the pinned buffer over the bus.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self._stream = gpu, gpu.stream
+        self._copy_pool = ThreadPoolExecutor(_COPY_THREADS)
+        self._halves: list[np.ndarray] = []
+        self._sent = [Event(disable_timing=True), Event(disable_timing=True)]
+        self._half = self._used = 0
+        self._scatter: _Scatter | None = None
+
+    def send_all(self, parts: Sequence[tuple[np.ndarray, int]]) -> None:
+        """Write uint8 arrays to their addresses, in stream order."""
+        small = []
+        for data, address in parts:
+            if data.nbytes <= _MAX_PART_BYTES and address % _ALIGN == 0:
+                small.append((data, address))
+            else:
+                self.send(data, address)
+        if len(small) == 1:
+            self.send(*small[0])
+            return
+        for at in range(0, len(small), _MAX_PARTS):
+            self._send_small(small[at : at + _MAX_PARTS])
+
+    def _send_small(self, parts: Sequence[tuple[np.ndarray, int]]) -> None:
+        self._allocate()
+        room = sum(ceil(data.nbytes, _ALIGN) + 1 for data, _ in parts) * _ALIGN
+        if self._used + room > _STAGING_BYTES:
+            self._swap()
+        start = at = ceil(self._used, _ALIGN) * _ALIGN
+        half, places = self._halves[self._half], []
+        for data, address in parts:
+            half[at : at + data.nbytes] = data
+            places.append((address, at - start, data.nbytes))
+            at += ceil(data.nbytes, _ALIGN) * _ALIGN
+        self._used = at
+        if self._scatter is None:
+            self._scatter = _Scatter(self._gpu)
+        self._scatter(half.ctypes.data + start, places)
+
+    def send(self, data: np.ndarray, address: int) -> None:
+        """Write uint8 ``data`` to ``address``, in stream order."""
+        self._allocate()
+        at = 0
+        while at < data.nbytes:
+            if self._used == _STAGING_BYTES:
+                self._swap()
+            count = min(data.nbytes - at, _STAGING_BYTES - self._used)
+            stage = self._halves[self._half][self._used : self._used + count]
+            self._copy(stage, data[at : at + count])
+            runtime.memcpyAsync(
+                address + at, stage.ctypes.data, count,
+                runtime.memcpyHostToDevice, self._stream.ptr,
+            )  # fmt: skip
+            at, self._used = at + count, self._used + count
+
+    def _allocate(self) -> None:
+        while len(self._halves) < 2:
+            memory = alloc_pinned_memory(_STAGING_BYTES)
+            self._halves.append(np.frombuffer(memory, np.uint8, _STAGING_BYTES))
+
+    def _copy(self, stage: np.ndarray, data: np.ndarray) -> None:
+        share = data.nbytes // _COPY_THREADS + 1
+        if share < _MIN_CHUNK:
+            stage[:] = data
+            return
+        starts = range(0, data.nbytes, share)
+        for _ in self._copy_pool.map(
+            lambda at: np.copyto(stage[at : at + share], data[at : at + share]), starts
+        ):
+            pass
+
+    def _swap(self) -> None:
+        """Continue in the other buffer once its last transfer has completed."""
+        self._sent[self._half].record(self._stream)
+        self._half, self._used = 1 - self._half, 0
+        self._sent[self._half].synchronize()
+
+
+class _Scatter:
+    """The launch of `scatter`, whose arguments are changed in place."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        args = 0, bytes(_PART.itemsize * _MAX_PARTS)
+        launch = Launch(
+            SUPPORT["scatter"], (_BLOCKS, _MAX_PARTS), (_THREADS,), args, programmatic=False
+        )
+        self._launch = gpu.prepare(launch)
+        self._source = np.frombuffer(self._launch.argument(0), np.uint64)
+        self._parts = np.frombuffer(self._launch.argument(1), _PART)
+
+    def __call__(self, source: int, parts: Sequence[tuple[int, int, int]]) -> None:
+        """Copy parts (address, offset from ``source``, bytes); ``source``: pinned host memory."""
+        self._source[0] = source
+        self._parts[: len(parts)] = parts
+        self._parts[len(parts) :] = 0
+        self._launch()
