@@ -27,6 +27,10 @@ class Batcher:
     `submit` and `cancel` may be called from any thread, at any time, and by the garbage collector;
     they take effect at the next step. One thread at a time calls the other methods.
 
+    A decode step is launched before the results of the one before it are delivered, where it can be
+    that of the same requests: a plain one before the ids are read, one with draft tokens after.
+    Results of requests that have ended by then are dropped.
+
     Args:
         runner: runs the steps.
         scheduler: chooses the tokens of each step.
@@ -47,6 +51,7 @@ class Batcher:
         self._non_finite: deque[Generation] = deque()  # no longer among _rows
         self._launched: deque[list[Chunk]] = deque()  # decode steps that were not taken
         self.prefill_tokens = self.steps = 0
+        self._began = 0.0  # start of the step that is taken next
         self.speculation: Speculation | None = None
         self.meter: StepRecorder | None = None
 
@@ -95,8 +100,8 @@ class Batcher:
             raise
 
     def _step(self, prefill: StepRecorder | None, decode: StepRecorder | None) -> bool:
-        began = time.perf_counter()
         if not self._launched:
+            self._began = time.perf_counter()
             preempted = self.scheduler.preempted
             chunks = self.scheduler.schedule()
             if self.scheduler.preempted != preempted:
@@ -108,22 +113,28 @@ class Batcher:
             rows = self._start(chunks)
             decodes = all(c.samples and c.stop - c.start == 1 for c in chunks)
             if not decodes or any(row.processors for row in rows):
-                self._finish(chunks, self.runner.run(chunks, rows, prefill))
+                result = self.runner.run(chunks, rows, prefill)
+                self.scheduler.complete(chunks)
+                self._finish(chunks, result)
                 return True
             if self.speculation is not None:
                 chunks = self.speculation.extend(chunks, rows)
-                if any(chunk.drafts for chunk in chunks):
-                    self.runner.decode(*self.speculation.split(chunks, rows), decode)
-                    result = self.runner.take()
-                    self.speculation.note_step(chunks, time.perf_counter() - began)
-                    self._finish(*self.speculation.accept(chunks, result))
-                    return True
-            self.runner.decode(chunks, rows, decode)
-            self._launched.append(chunks)
-        done = self._finish_decode()
-        if self.speculation is not None:
-            self.speculation.note_step(done, time.perf_counter() - began)
+            if _has_drafts(chunks):
+                self._launch_drafts(chunks, rows, decode)
+            else:
+                self.runner.decode(chunks, rows, decode)
+                self._launched.append(chunks)
+        elif not _has_drafts(self._launched[0]):
+            self._began = time.perf_counter()
+        self._finish_decode(decode)
         return True
+
+    def _launch_drafts(
+        self, chunks: list[Chunk], rows: Sequence[Row], recorder: StepRecorder | None
+    ) -> None:
+        assert self.speculation is not None
+        self.runner.decode(*self.speculation.split(chunks, rows), recorder)
+        self._launched.append(chunks)
 
     def _start(self, chunks: Sequence[Chunk]) -> list[Row]:
         """Return the rows of ``chunks``, and note when the first step of each request begins."""
@@ -145,7 +156,7 @@ class Batcher:
         self.make_room()  # steps may have been launched and not taken
         for row in list(self._rows.values()):
             if isinstance(row, Generation):
-                del row.sequence.tokens[row.sequence.prompt_tokens + row.count :]
+                row.take_back()
                 self.scheduler.resume(row.sequence)  # paused if its token was not delivered
                 if row.done:
                     self._remove(row)
@@ -173,7 +184,7 @@ class Batcher:
     def settle(self) -> None:
         """Wait for steps that were launched ahead, and apply cancellations."""
         while self._launched:
-            self._finish_decode(ahead=False)
+            self._finish_decode(None, ahead=False)
         self._update_requests()
 
     def _update_requests(self) -> None:
@@ -197,22 +208,58 @@ class Batcher:
             if self._rows.pop(sequence, None) is not None or group is not None:
                 self.scheduler.remove(sequence)
 
-    def _finish_decode(self, ahead: bool = True) -> list[Chunk]:
-        """Take the oldest launched decode step; if ``ahead``, launch further ones before.
+    def _finish_decode(self, recorder: StepRecorder | None, ahead: bool = True) -> None:
+        """Take the oldest launched decode step, and deliver its results; see `Batcher`.
 
-        Returns:
-            The chunks of the step that was taken.
+        Args:
+            recorder: recorder of a step with draft tokens that is launched before the delivery.
+            ahead: whether further steps may be launched.
         """
-        while ahead and self.runner.can_run_ahead:
+        drafts = _has_drafts(self._launched[0])
+        while ahead and not drafts and self.runner.can_run_ahead:
             following = self._following(self._launched[-1])
             if following is None:
                 break
             self.runner.launch(following)
             self._launched.append(following)
-        result = self.runner.take()
-        chunks = self._launched.popleft()
+        result, chunks = self.runner.take(), self._launched.popleft()
+        if self.speculation is not None and drafts:
+            began, self._began = self._began, time.perf_counter()
+            self.speculation.note_step(chunks, self._began - began)
+            chunks, result = self.speculation.accept(chunks, result)
+        self.scheduler.complete(chunks)
+        if drafts and ahead:
+            self._draft_ahead(chunks, result, recorder)
         self._finish(chunks, result)
-        return chunks
+        if self.speculation is not None and not drafts:
+            self.speculation.note_step(chunks, time.perf_counter() - self._began)
+
+    def _draft_ahead(
+        self, chunks: Sequence[Chunk], result: StepResult, recorder: StepRecorder | None
+    ) -> None:
+        """Launch the step after one with draft tokens, which was completed, if it has some, too.
+
+        The tokens of ``result`` are appended to their sequences, but not delivered.
+        """
+        rows, first = dict[Generation, list[int]](), 0
+        for chunk in chunks:
+            row, count = self._rows.get(chunk.sequence), len(chunk.drafts) + 1
+            ids, first = result.ids[first : first + count].tolist(), first + count
+            if not isinstance(row, Generation) or row.may_end(ids):
+                return
+            rows[row] = ids
+        if self._submitted or self._cancelled:
+            return
+        following = self.scheduler.following(chunks)
+        if following is None:
+            return
+        for row, ids in rows.items():
+            row.sequence.tokens.append(ids[-1])
+            row.count, row.undelivered = row.count + len(ids), len(ids)
+        assert self.speculation is not None
+        following = self.speculation.extend(following, [*rows])
+        if _has_drafts(following):
+            self._launch_drafts(following, [*rows], recorder)
 
     def _following(self, chunks: Sequence[Chunk]) -> list[Chunk] | None:
         """Return the decode step after ``chunks`` if it is known to be that of the same batch."""
@@ -229,13 +276,12 @@ class Batcher:
         return self.scheduler.following(chunks)
 
     def _finish(self, chunks: Sequence[Chunk], result: StepResult) -> None:
-        """Note that ``chunks`` were computed, and deliver what the first ones sampled.
+        """Deliver what the first ones of the completed ``chunks`` sampled.
 
         Row r of ``result`` belongs to the r-th token that the chunks sampled: one of each, and one
         for each accepted draft token.
         """
         self.steps += 1
-        self.scheduler.complete(chunks)
         first, groups, faults = 0, dict[BeamGroup, None](), result.candidate_faults()
         for index, chunk in enumerate(chunks):
             sampled = range(first, first + len(chunk.drafts) + 1)
@@ -272,10 +318,10 @@ class Batcher:
             elif token < 0:
                 self._non_finite.append(generation)
             else:
-                if last:
-                    generation.sequence.tokens.append(token)
-                else:
+                if not last:
                     generation.accepted += 1
+                elif not generation.undelivered:
+                    generation.sequence.tokens.append(token)
                 if not generation.push(token, None if asked is None else result.token(row, asked)):
                     continue
             self._remove(generation)
@@ -301,6 +347,10 @@ class Batcher:
         """Let all running requests give up their blocks; they are computed again later."""
         self.scheduler.preempt_all()
         self.reset()
+
+
+def _has_drafts(chunks: Sequence[Chunk]) -> bool:
+    return any(chunk.drafts for chunk in chunks)
 
 
 def _request_of(row: Generation | Beam) -> Generation:

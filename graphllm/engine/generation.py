@@ -121,6 +121,7 @@ class Generation:
         done: no more results will be added.
         delivery: how the consumer waits.
         count: number of sampled tokens.
+        undelivered: number of those that have no result yet; see `Batcher`.
         prefilled_tokens: tokens of the prompt that are in the cache, or were before a preemption.
         speculates: whether draft tokens may be computed, if the engine speculates.
         lookup: predictions of the next tokens; None before the first.
@@ -169,7 +170,7 @@ class Generation:
         self.delivery = Delivery() if delivery is None else delivery
         sequence.account = self.delivery.account
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.done, self.count = False, 0
+        self.done, self.count, self.undelivered = False, 0, 0
         self._ended_by_token = False  # by an EOS token or a stop token id
         self.fault: NumericError | None = None
         self.error: Exception | None = None
@@ -226,21 +227,25 @@ class Generation:
 
     def push(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
         """Add a sampled token, with its log-probabilities; return whether the answer ends."""
-        at, sampling = time.perf_counter(), self.sampling
+        at, sampling, count = time.perf_counter(), self.sampling, self.count - self.undelivered
         if not sampling.max_tokens:
             return self._finish("length", at)
-        may_stop = self.count >= sampling.min_tokens
+        may_stop = count >= sampling.min_tokens
         if token in self._end_ids or (may_stop and token in sampling.stop_ids):
             self._ended_by_token = True
             return self._finish("stop", at)
-        if sampling.forced_eos_id is not None and self.count + 1 >= sampling.max_tokens:
+        count += 1
+        if sampling.forced_eos_id is not None and count >= sampling.max_tokens:
             return self._finish("length", at)
         text = self._text.push(token) if self._text else ""
-        if self.count + 1 >= sampling.min_tokens:
+        if count >= sampling.min_tokens:
             text = self._matcher.push(text)
-        self.count += 1  # with the event, see `Batcher._recover`
+        if self.undelivered:
+            self.undelivered -= 1
+        else:
+            self.count += 1  # with the event, see `Batcher._recover`
         self._add(Sampled(token, text, at, logprobs))
-        if self.count == len(sampling.forced_ids):
+        if count == len(sampling.forced_ids):
             self._use_processors(sampling.processors)
         if self._matcher.matched:
             return self._finish("stop", at)
@@ -249,9 +254,9 @@ class Generation:
                 self.fail(self.grammar.error)
                 return True
             return self._finish("stop", at)
-        if self.count >= sampling.max_tokens:
+        if count >= sampling.max_tokens:
             return self._finish("length", at)
-        if self.sequence.prompt_tokens + self.count > self._context:
+        if self.sequence.prompt_tokens + count > self._context:
             self.note = f"the context of {self._context} tokens is full: the answer is cut off"
             return self._finish("length", at)
         return False
@@ -283,6 +288,22 @@ class Generation:
         if self.grammar is not None:
             return True
         return self.done or self.count + steps >= self.sampling.max_tokens
+
+    def may_end(self, ids: Sequence[int]) -> bool:
+        """Whether the answer ends with these next tokens, or a grammar needs them first.
+
+        It may also end at a stop string, of which only `push` knows.
+        """
+        if self.ends_after(len(ids)) or min(ids) < 0:
+            return True
+        if self.sequence.prompt_tokens + self.count + len(ids) > self._context:
+            return True
+        return any(token in self._end_ids or token in self.sampling.stop_ids for token in ids)
+
+    def take_back(self) -> None:
+        """Forget the tokens that have no result."""
+        self.count, self.undelivered = self.count - self.undelivered, 0
+        del self.sequence.tokens[self.sequence.prompt_tokens + self.count :]
 
     def grammar_error(self, token: int) -> RequestError | None:
         """Return the error of a grammar that failed or left no token; None if there is none.
@@ -320,6 +341,7 @@ class Generation:
         self._notify()
 
     def _end(self) -> None:
+        self.count, self.undelivered = self.count - self.undelivered, 0
         self.done = True
         self._notify()
 

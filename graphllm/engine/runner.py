@@ -78,6 +78,7 @@ class Runner:
         self._fed_rows = fed_rows(limits, vocab)
         self._masks = np.empty((limits.step_sequences, mask_words(vocab)), np.int32)
         self.encoded = {n: node for n, node in outputs.items() if n.startswith(ENCODED)}
+        self._open_masks = 0  # rows of the device's masks that allow all ids, from the first on
         self._loop: _Loop | None = None
         self._advanced: list[Row] = []  # rows whose next step needs no feeds
         self._settings: list[Mapping[str, np.ndarray]] = []  # of the rows that were fed last
@@ -265,8 +266,9 @@ class Runner:
         if fed := names & rows[0].settings.keys():
             self._settings = [row.settings for row in rows]
             self._held = fed if all_settings else self._held | fed
-        if "mask" in plan.leaves:
+        if "mask" in names:
             feeds["mask"] = mask_feed(rows, self._masks)
+            self._open_masks = 0 if any(row.grammar for row in rows) else len(rows)
         return feeds, env
 
     def _held_settings(self, rows: Rows[Row]) -> set[str]:
@@ -276,10 +278,9 @@ class Runner:
         )
         if not known:
             self._held = set()
-        return {name for name in self._held if self.executor.buffers.written(name)}
-
-    def _tables(self, rows: Rows[Row], name: str) -> np.ndarray:
-        return block_tables([row.blocks for row in rows], name)
+        open_masks = len(rows) <= self._open_masks and not any(row.grammar for row in rows)
+        held = self._held | {"mask"} if open_masks else self._held
+        return {name for name in held if self.executor.buffers.written(name)}
 
     def copy_blocks(self, copies: Rows[BlockCopy]) -> None:
         """Copy KV cache blocks on the device, behind the steps that were launched."""
@@ -346,9 +347,11 @@ class Runner:
         if loop.chosen:
             states["ids"] = np.array([c.sequence.tokens[-1] for c in chunks], np.int32)
         if loop.chosen or any(length % block <= 1 for length in loop.lengths):
-            states |= {f"table.{name}": self._tables(loop.rows, name) for name in self.caches}
+            blocks = [row.blocks for row in loop.rows]
+            states |= {f"table.{name}": block_tables(blocks, name) for name in self.caches}
         if any(row.grammar for row in loop.rows):
             states["mask"] = mask_feed(loop.rows, self._masks)
+            self._open_masks = 0
         if states:
             self.executor.buffers.write(states)
         if loop.recorder is not None:
