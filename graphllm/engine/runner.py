@@ -17,12 +17,12 @@ from ..runtime.decode_loop import DecodeLoop
 from ..runtime.executor import Executor
 from .block_copies import COPIED, FEW_COPIES, MAX_COPIES, copy_feeds
 from .block_manager import BlockManager
-from .forward_feeds import Feeds, Span, block_tables, forward_feeds, query_starts
+from .forward_feeds import Feeds, Span, block_tables, decode_feeds, forward_feeds
 from .logits_processors import process_logits
 from .prompt_logprobs import prompt_logprobs, prompt_plan
 from .sampler import PROCESSED, STAGES, fed_rows
 from .sampling_feeds import Row, mask_feed, sampling_feeds
-from .sequence import ActiveSequence, Chunk, StepRecorder
+from .sequence import Chunk, StepRecorder
 from .sequence_blocks import BlockCopy
 from .step_result import StepResult, TokenLogprobs
 
@@ -212,9 +212,9 @@ class Runner:
         """
         errors, parts = dict[int, RequestError](), list[list[np.ndarray]]()
         for index, row in enumerate(rows):
-            own = found["processed"][index]
+            own, target = found["processed"][index], row.sequence.tokens[row.sequence.source :]
             try:
-                own[:] = process_logits(row.processors, _own_tokens(row.sequence), own)
+                own[:] = process_logits(row.processors, target, own)
             except RequestError as error:
                 errors[index] = error
         names, most = ["sampled", *_if_asked(rows, [*LOGPROBS])], self._fed_rows
@@ -249,27 +249,27 @@ class Runner:
         return found
 
     def feeds(
-        self, plan: Plan, parts: Rows[Chunk], rows: Rows[Row], all_settings: bool = True
+        self, plan: Plan, parts: Rows[Chunk], rows: Rows[Row]
     ) -> tuple[Feeds, dict[str, int]]:
-        """Return the feeds of a step, and the number of its (query, key) pairs.
-
-        ``all_settings``: also those settings that the device has, as the last rows had the same.
-        """
+        """Return the feeds of a step, and the number of its (query, key) pairs."""
         spans = [
             Span(c.sequence.tokens[c.start : c.stop], c.start, c.sequence.prefix, row.blocks)
             for c, row in zip(parts, rows)
         ]
         feeds, env = forward_feeds(self.manager, spans)
         feeds["rows"] = feeds["rows"][: max(1, sum(chunk.samples for chunk in parts))]
-        names = {*plan.leaves} - (set() if all_settings else self._held_settings(rows))
-        feeds |= sampling_feeds(self.limits, rows, names, _stages(rows) >= PROCESSED)
+        return feeds | self._sampling_feeds({*plan.leaves}, rows), env
+
+    def _sampling_feeds(self, names: set[str], rows: Rows[Row]) -> Feeds:
+        """Return the feeds of the sampling program that are among ``names``."""
+        feeds = sampling_feeds(self.limits, rows, names, _stages(rows) >= PROCESSED)
         if fed := names & rows[0].settings.keys():
             self._settings = [row.settings for row in rows]
-            self._held = fed if all_settings else self._held | fed
+            self._held |= fed
         if "mask" in names:
             feeds["mask"] = mask_feed(rows, self._masks)
             self._open_masks = 0 if any(row.grammar for row in rows) else len(rows)
-        return feeds, env
+        return feeds
 
     def _held_settings(self, rows: Rows[Row]) -> set[str]:
         """Return the settings that need not be fed for ``rows``."""
@@ -315,12 +315,13 @@ class Runner:
     ) -> _Loop:
         count, outputs = len(rows), _outputs("ids", rows)
         size = self.bucket(count)
-        plan, feeds = self.plan(outputs, size, size, size), Feeds()
+        plan = self.plan(outputs, size, size, size)
+        index = np.arange(count + 1, dtype=np.int32)
+        feeds = {"rows": index[:-1], "q_start": index}
         if self._advanced != rows:
             self.executor.bind(plan)
-            feeds, _ = self.feeds(plan, chunks, rows, all_settings=False)
-        feeds["rows"] = np.arange(count, dtype=np.int32)
-        feeds["q_start"] = query_starts(chunks)
+            feeds = self._sampling_feeds({*plan.leaves} - self._held_settings(rows), rows)
+            feeds |= decode_feeds(self.manager, chunks, [row.blocks for row in rows])
         env = {"T": count, "S": count, "Q": count + 1, "N": count}
         lengths: list[int] = []
         prefix = sum(row.sequence.prefix for row in rows)
@@ -371,11 +372,6 @@ class Runner:
     def reset(self) -> None:
         """Forget the decode loop and what was fed: the next step is fed by the host."""
         self._loop, self._advanced, self._held = None, [], set()
-
-
-def _own_tokens(sequence: ActiveSequence) -> list[int]:
-    """Return the tokens of a sequence behind its source."""
-    return sequence.tokens[sequence.source :]
 
 
 def _stages(rows: Rows[Row]) -> int:

@@ -387,9 +387,10 @@ class Executor:
                 continue
             meta = plan.leaves[name].meta
             data = used[name] = converted(f"feed {name!r}", data, meta.dtype)
+            shape: tuple[Any, ...] = meta.shape
             if isinstance(meta.rows, Var) and data.ndim:
-                env.setdefault(meta.rows.name, data.shape[0])
-            if not fits(data, meta.at(env)):
+                shape = env.setdefault(meta.rows.name, len(data)), *meta.inner
+            if data.shape != shape and not fits(data, meta.at(env)):
                 raise GraphError(f"feed {name!r} is {data.shape}, not {meta.at(env).shape}")
         for name, var in plan.vars.items():
             if not var.lo <= env.get(name, -1) <= var.hi:
