@@ -112,6 +112,8 @@ class RequestHandle:
         """
         with self._mutex:
             before, ended = len(self.completion.text), False
+            if self._seen is None and self._generation.error is None:
+                self._generation.record_all(self.completion)
             while self._generation.ready and not ended:
                 ended = not self._consume()
             text = self.completion.text[before:]
@@ -136,7 +138,7 @@ class RequestHandle:
     def _consume(self) -> bool:
         event = self._engine.next_result(self._generation, self._profile)
         if isinstance(event, Sampled):
-            self._generation.record(event, self.completion)
+            self._generation.record([event], self.completion)
         elif isinstance(event, Prefilled):
             if self._seen is not None:
                 self._seen(event.done, event.total)

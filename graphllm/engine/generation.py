@@ -89,8 +89,8 @@ class Delivery:
         background: whether the engine runs the steps in a thread of its own.
         wakeups: gets an item for each result; a thread that waits for any of several requests gives
             one queue to all of them.
-        listener: called after each result, by the thread that runs the step, with whether it was
-            the last one. It must not raise.
+        listener: called after each result but `Prefilled`, by the thread that runs the step, with
+            whether it was the last one. It must not raise.
         account: see `ActiveSequence`.
     """
 
@@ -222,7 +222,8 @@ class Generation:
     def prefilled(self, stop: int) -> None:
         """Report that the first ``stop`` tokens of the prompt are in the cache."""
         self.prefilled_tokens, total = stop, self.prefill_tokens
-        self._add(Prefilled(total - (self.sequence.prompt_tokens - stop), total))
+        self.events.append(Prefilled(total - (self.sequence.prompt_tokens - stop), total))
+        self.delivery.wakeups.put(None)
 
     def push(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
         """Add a sampled token, with its log-probabilities; return whether the answer ends."""
@@ -239,7 +240,8 @@ class Generation:
         if self.count + 1 >= sampling.min_tokens:
             text = self._matcher.push(text)
         self.count += 1  # with the event, see `Batcher._recover`
-        self._add(Sampled(token, text, at, logprobs))
+        self.events.append(Sampled(token, text, at, logprobs))
+        self._notify()
         if self.count == len(sampling.forced_ids):
             self._use_processors(sampling.processors)
         if self._matcher.matched:
@@ -315,10 +317,6 @@ class Generation:
         rest = self._matcher.push(self._text.finish() if self._text else "")
         return rest if self._matcher.matched else rest + self._matcher.finish()
 
-    def _add(self, event: Prefilled | Sampled) -> None:
-        self.events.append(event)
-        self._notify()
-
     def _end(self) -> None:
         self.done = True
         self._notify()
@@ -335,30 +333,39 @@ class Generation:
             self._end()
 
     # -- called by the thread that consumes results
-    def record(self, event: Sampled, completion: Completion) -> None:
-        """Add a result to ``completion``: its token, text and timings."""
-        if isinstance(event, Found):
-            self._record_search(event, completion)
+    def record(self, events: Sequence[Sampled], completion: Completion) -> None:
+        """Add results, at least one, to ``completion``: their tokens, text and timings."""
+        last = events[-1]
+        if isinstance(last, Found):
+            self._record_search(last, completion)
             return
         timings, completion.prompt_logprobs = completion.timings, self.prompt_logprobs
         if not completion.ids and not timings.ttft_s and self.started:
             timings.queue_s = self.started - self.submitted
-            timings.ttft_s = event.at - self.submitted
+            timings.ttft_s = events[0].at - self.submitted
             timings.prefill_s = timings.ttft_s - timings.queue_s
             timings.prefill_tokens = self.prefill_tokens
             completion.cached_tokens = len(completion.prompt_ids) - self.prefill_tokens
-        if event.token is not None or self._ended_by_token:
-            timings.decode_s = event.at - self.submitted - timings.ttft_s
-            timings.decode_tokens = len(completion.ids)
+        ids = [each.token for each in events if each.token is not None]
+        completion.ids += ids
+        if ids or self._ended_by_token:
+            decoded = last if self._ended_by_token else events[len(ids) - 1]
+            timings.decode_s = decoded.at - self.submitted - timings.ttft_s
+            timings.decode_tokens = len(completion.ids) - (decoded.token is not None)
         timings.drafted_tokens, timings.accepted_tokens = self.drafted, self.accepted
-        if event.token is None:
+        if self.asks_logprobs:
+            found = [each.logprobs for each in events if each.logprobs is not None]
+            completion.logprobs += found
+        completion.text += "".join([each.text for each in events])
+        if last.token is None:
             completion.finish_reason = self.finish_reason
             completion.notes += [self.note] if self.note else []
-        else:
-            completion.ids.append(event.token)
-            if event.logprobs is not None:
-                completion.logprobs.append(event.logprobs)
-        completion.text += event.text
+
+    def record_all(self, completion: Completion) -> None:
+        """Add all results that are there to ``completion``."""
+        events = [self.events.popleft() for _ in range(len(self.events))]
+        if sampled := [each for each in events if isinstance(each, Sampled)]:
+            self.record(sampled, completion)
 
     def _record_search(self, event: Found, completion: Completion) -> None:
         """Fill in ``completion`` and its alternatives. A second call changes nothing."""
