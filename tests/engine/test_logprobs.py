@@ -52,7 +52,7 @@ def complete(engine, ids, settings) -> Completion:
     generation, done = engine.submit(ids, settings, ()), Completion(ids)
     while (event := engine.next_result(generation)) is not None:
         if isinstance(event, Sampled):
-            generation.record(event, done)
+            generation.record([event], done)
     return done
 
 
