@@ -6,9 +6,9 @@
     python benchmarks/http_server.py --model tiny -t 1 -b 64 -n 256
 
 A model is a file, ``demo``, or SHAPE:TYPE for random weights in the shape of a real model, which
-`make_random_gguf` writes; its artificial vocabulary makes a token of each byte of a prompt. ``tiny``
-is a random model whose kernels take so little time that steps are work of Python, as those of a
-small model on a GPU.
+`make_random_gguf` writes; its artificial vocabulary makes a token of each byte of a prompt.
+``tiny`` is a random model whose kernels take so little time that steps are work of Python, as those
+of a small model on a GPU.
 
 Each round computes ``-b`` requests at once, each with a prompt of its own of about 32 tokens and
 ``-n`` sampled tokens, first through the engine and then through a server on localhost. Rates are
