@@ -3,9 +3,12 @@
     pip install 'graphllm[serve,demo]'
     python benchmarks/http_server.py --model demo -b 1,16,64 -n 64 -t 2 -r 5
     python benchmarks/http_server.py --model mistral-7b:q8_0 --device cuda -b 1,64
+    python benchmarks/http_server.py --model tiny -t 1 -b 64 -n 256
 
 A model is a file, ``demo``, or SHAPE:TYPE for random weights in the shape of a real model, which
 `make_random_gguf` writes; its artificial vocabulary makes a token of each byte of a prompt.
+``tiny`` is a random model whose kernels take so little time that steps are work of Python, as those
+of a small model on a GPU.
 
 Each round computes ``-b`` requests at once, each with a prompt of its own of about 32 tokens and
 ``-n`` sampled tokens, first through the engine and then through a server on localhost. Rates are
@@ -41,7 +44,7 @@ from typing import NamedTuple
 
 import graphllm
 from graphllm.backends.cpu.runtime.isa import isa
-from graphllm.checkpoints.model_shapes import SHAPES, TYPES
+from graphllm.checkpoints.model_shapes import SHAPES, TYPES, ModelShape
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.profiler.roofline import cpu_name
 
@@ -59,6 +62,7 @@ _WORDS = [
     "city",
     "road",
 ]
+_TINY = ModelShape("llama", 1, 64, 2, 2, 128, 2000, context=2048)
 # Complete, since the API of OpenAI has other defaults than `LLM.stream`.
 _SETTINGS = {
     "temperature": 0.8,
@@ -173,16 +177,16 @@ def server(model: str, sequences: int, threads: int, device: str) -> Iterator[tu
 
 @contextmanager
 def model_file(model: str) -> Iterator[str]:
-    """Yield a model's file or name; that of SHAPE:TYPE is removed afterwards."""
-    shape, _, kind = model.partition(":")
-    if shape not in SHAPES or kind not in TYPES:
+    """Yield a model's file or name; that of random weights is removed afterwards."""
+    shape, _, kind = ("tiny", "", "q8_0") if model == "tiny" else model.partition(":")
+    if shape not in {*SHAPES, "tiny"} or kind not in TYPES:
         yield model
         return
     from make_random_gguf import write  # needs the package gguf
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "random.gguf"
-        write(RandomCheckpoint(shape, kind), path)
+        write(RandomCheckpoint(_TINY if shape == "tiny" else shape, kind), path)
         yield str(path)
 
 
@@ -193,7 +197,7 @@ def spread(ratios: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="demo", help="A file, demo, or SHAPE:TYPE.")
+    parser.add_argument("--model", default="demo", help="A file, demo, tiny, or SHAPE:TYPE.")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("-b", dest="batches", default="1,16,64", help="Requests at once.")
     parser.add_argument("-n", dest="tokens", type=int, default=64)

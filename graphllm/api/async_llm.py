@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -19,6 +20,11 @@ from .request_handle import RequestHandle
 
 if TYPE_CHECKING:
     from ..chat import Message
+
+# See `_Mailbox`. 64 streams of a server take about 1 ms, so that they get 40 events a second.
+_SHARE, _MAX_REST_S = 0.04, 0.025
+# Characters or ids of a prompt that takes at most about 0.2 ms to encode and to check.
+_QUICK = 1000
 
 
 class AsyncRequest:
@@ -185,7 +191,7 @@ class AsyncLLM:
         attended: bool = False,
         arrived: Callable[[], object] | None = None,
     ) -> AsyncRequest:
-        """Encode the prompt and submit the request in a thread, since encoding takes a while.
+        """Encode the prompt and submit the request, in a thread if that may take a while.
 
         If the task is cancelled meanwhile, nobody gets the handle, which cancels the request.
         """
@@ -197,6 +203,8 @@ class AsyncLLM:
             found = prompt() if callable(prompt) else prompt
             return self.llm._submit(found, settings.with_seed(), Completion(), delivery=delivery)
 
+        if _is_quick(prompt, settings):
+            return AsyncRequest(submit(), event)
         return AsyncRequest(await asyncio.to_thread(submit), event)
 
     def _listener(self, arrived: Callable[[], object], last_only: bool) -> Callable[[bool], None]:
@@ -204,13 +212,7 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = _Mailbox(loop)
-        mailbox = self._mailbox
-
-        def listener(last: bool) -> None:
-            if last or not last_only:
-                mailbox.post(arrived)
-
-        return listener
+        return _Listener(self._mailbox, arrived, last_only)
 
     # -- lifetime
     async def close(self) -> None:
@@ -224,27 +226,98 @@ class AsyncLLM:
         await self.close()
 
 
+def _is_quick(prompt: str | list[int] | Callable[[], list[int]], settings: Sampling) -> bool:
+    """Whether a request is submitted in less time than a thread takes to start and to end."""
+    if callable(prompt) or settings.has_grammar or settings.profile:
+        return False
+    return len(prompt) <= _QUICK
+
+
+class _Listener:
+    """A `Delivery.listener` that calls a function in an event loop.
+
+    The first result and the last one of each sample are passed on at once, the others when the
+    mailbox delivers next.
+
+    Args:
+        mailbox: calls functions in the event loop.
+        arrived: called in the event loop when there are results.
+        last_only: call it for the last result only.
+    """
+
+    def __init__(self, mailbox: _Mailbox, arrived: Callable[[], object], last_only: bool) -> None:
+        self._mailbox, self._arrived, self._last_only = mailbox, arrived, last_only
+        self._begun = self._posted = False
+
+    def __call__(self, last: bool) -> None:
+        """Note a result. Called by the thread that runs the step."""
+        if last or not (self._begun or self._last_only):
+            self._begun = True
+            self._mailbox.post_now(self._arrived)
+        elif not self._posted and not self._last_only:
+            self._posted = True
+            self._mailbox.post(self._deliver)
+
+    def _deliver(self) -> None:
+        self._posted = False  # before the results are read, so that no later one is missed
+        self._arrived()
+
+
 class _Mailbox:
     """Calls functions in an event loop for other threads.
 
     All calls of one engine step are one callback of the loop: each callback from another thread
     writes to the loop's socket.
+
+    A delivery to many requests takes time in which the thread that runs the steps waits for the
+    interpreter's lock. So the loop rests between deliveries: they take `_SHARE` of the time, unless
+    that would delay results by more than `_MAX_REST_S`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._calls: deque[Callable[[], object]] = deque()
-        self._scheduled = False
+        self._urgent: deque[Callable[[], object]] = deque()
+        self._scheduled = self._scheduled_now = False
+        self._next = 0.0  # earliest time of the next delivery
 
     def post(self, call: Callable[[], object]) -> None:
-        """Call ``call`` soon. May be called from any thread."""
+        """Call ``call`` with the next delivery. May be called from any thread."""
         self._calls.append(call)
         if not self._scheduled:
             self._scheduled = True
-            with suppress(RuntimeError):  # the loop is closed, and no task waits
-                self.loop.call_soon_threadsafe(self._run_calls)
+            self._call_soon(self._schedule)
+
+    def post_now(self, call: Callable[[], object]) -> None:
+        """Call ``call`` soon. May be called from any thread."""
+        self._urgent.append(call)
+        if not self._scheduled_now:
+            self._scheduled_now = True
+            self._call_soon(self._run_urgent)
+
+    def _call_soon(self, call: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and no task waits
+            self.loop.call_soon_threadsafe(call)
+
+    def _schedule(self) -> None:
+        rest = self._next - time.perf_counter()
+        if rest > 0:
+            self.loop.call_later(rest, self._run_calls)
+        else:
+            self._run_calls()
 
     def _run_calls(self) -> None:
         self._scheduled = False  # before the calls are taken, so that no later one is missed
-        for _ in range(len(self._calls)):  # what comes meanwhile is another callback's
-            self._calls.popleft()()
+        began, cpu = time.perf_counter(), time.thread_time()
+        _run_all(self._calls)
+        spent = time.thread_time() - cpu
+        self._next = began + min(spent / _SHARE, _MAX_REST_S)
+
+    def _run_urgent(self) -> None:
+        self._scheduled_now = False
+        _run_all(self._urgent)
+
+
+def _run_all(calls: deque[Callable[[], object]]) -> None:
+    for _ in range(len(calls)):  # what comes meanwhile is another callback's
+        calls.popleft()()

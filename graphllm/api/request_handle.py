@@ -7,9 +7,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.batcher import Recorders
-from ..engine.completion import Completion
+from ..engine.completion import Completion, Prefilled, Sampled
 from ..engine.engine import Engine, PrefillCallback
-from ..engine.generation import CANCELLED, Generation, Prefilled, Sampled
+from ..engine.generation import CANCELLED, Generation
 
 if TYPE_CHECKING:
     from ..profiler.bill import Account
@@ -112,6 +112,8 @@ class RequestHandle:
         """
         with self._mutex:
             before, ended = len(self.completion.text), False
+            if self._seen is None and self._generation.error is None:
+                self._generation.record_all(self.completion)
             while self._generation.ready and not ended:
                 ended = not self._consume()
             text = self.completion.text[before:]
@@ -136,7 +138,7 @@ class RequestHandle:
     def _consume(self) -> bool:
         event = self._engine.next_result(self._generation, self._profile)
         if isinstance(event, Sampled):
-            self._generation.record(event, self.completion)
+            self._generation.record([event], self.completion)
         elif isinstance(event, Prefilled):
             if self._seen is not None:
                 self._seen(event.done, event.total)
@@ -156,7 +158,7 @@ class RequestHandle:
         generation = self._generation
         sequence = generation.sequence
         return RequestProgress(
-            generation.prefilled_tokens, sequence.prompt_tokens, generation.count
+            generation.prefilled_tokens, sequence.prompt_tokens, generation.delivered
         )
 
     def cancel(self) -> None:

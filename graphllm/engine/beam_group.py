@@ -13,7 +13,8 @@ from ..errors import RequestError
 from ..model.batch import Limits
 from ..tokenizer import Tokenizer
 from .beam_search import BeamSearch, Hypothesis, State, advance
-from .generation import Answer, Generation
+from .completion import Answer
+from .generation import Generation
 from .logits_processors import LogitsProcessor
 from .sampler import BIASED
 from .scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""Result of a request (`Completion`) and its timings (`Timings`)."""
+"""Result of a request (`Completion`), its timings (`Timings`), and the events that make it up."""
 
 from __future__ import annotations
 
@@ -128,3 +128,57 @@ class Completion:
         if self.bill is not None:
             found["bill"] = self.bill.as_dict()
         return found
+
+
+# ------------------------------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """Progress of a prefill: ``done`` of ``total`` tokens of the prompt that are not cached."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A sampled token, or the end of the answer.
+
+    Attributes:
+        token: id of the token; None for the end.
+        text: text that can be emitted now.
+        at: time of the step's end, on the clock of `time.perf_counter`.
+        logprobs: the token's, if they were asked for.
+    """
+
+    token: int | None
+    text: str
+    at: float
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One of the answers that a beam search found.
+
+    Attributes:
+        ids: generated ids, without the one that ended the answer.
+        text: their text.
+        finish_reason: see `Completion`.
+        score: see `Completion`.
+        note: remark for the user.
+    """
+
+    ids: list[int]
+    text: str
+    finish_reason: str
+    score: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Found(Sampled):
+    """The end of a beam search, and its answers, best first."""
+
+    answers: tuple[Answer, ...] = ()

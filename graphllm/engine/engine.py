@@ -21,8 +21,9 @@ from .batcher import Batcher, Recorders
 from .beam_group import BeamGroup
 from .block_copies import copy_outputs
 from .block_manager import BlockManager
+from .completion import Prefilled, Sampled
 from .evaluation import Evaluation
-from .generation import Delivery, Generation, Prefilled, Sampled
+from .generation import Delivery, Generation
 from .prompt_logprobs import prompt_outputs
 from .request import Sampling
 from .runner import Runner

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import NumericError, RequestError
 from ..tokenizer import Tokenizer
 from .block_manager import SequenceBlocks
-from .completion import Completion
+from .completion import Answer, Completion, Found, Prefilled, Sampled
 from .logits_processors import ForcedIds, LogitsProcessor
 from .request import Sampling
 from .sampler import PROCESSED
@@ -29,57 +29,6 @@ if TYPE_CHECKING:
 CANCELLED = "cancelled"  # a finish_reason, see `Completion`
 
 
-@dataclass(frozen=True)
-class Prefilled:
-    """Progress of a prefill: ``done`` of ``total`` tokens of the prompt that are not cached."""
-
-    done: int
-    total: int
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """A sampled token, or the end of the answer.
-
-    Attributes:
-        token: id of the token; None for the end.
-        text: text that can be emitted now.
-        at: time of the step's end, on the clock of `time.perf_counter`.
-        logprobs: the token's, if they were asked for.
-    """
-
-    token: int | None
-    text: str
-    at: float
-    logprobs: TokenLogprobs | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One of the answers that a beam search found.
-
-    Attributes:
-        ids: generated ids, without the one that ended the answer.
-        text: their text.
-        finish_reason: see `Completion`.
-        score: see `Completion`.
-        note: remark for the user.
-    """
-
-    ids: list[int]
-    text: str
-    finish_reason: str
-    score: float
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Found(Sampled):
-    """The end of a beam search, and its answers, best first."""
-
-    answers: tuple[Answer, ...] = ()
-
-
 @dataclass
 class Delivery:
     """How a consumer waits for the results of a request.
@@ -89,8 +38,8 @@ class Delivery:
         background: whether the engine runs the steps in a thread of its own.
         wakeups: gets an item for each result; a thread that waits for any of several requests gives
             one queue to all of them.
-        listener: called after each result, by the thread that runs the step, with whether it was
-            the last one. It must not raise.
+        listener: called after each result but `Prefilled`, by the thread that runs the step, with
+            whether it was the last one. It must not raise.
         account: see `ActiveSequence`.
     """
 
@@ -195,6 +144,11 @@ class Generation:
         return self.done or bool(self.events)
 
     @property
+    def delivered(self) -> int:
+        """Number of sampled tokens that have a result."""
+        return self.count - self.undelivered
+
+    @property
     def has_steps(self) -> bool:
         """Whether there is something to compute."""
         return self.sampling.max_tokens > 0 or self.sampling.prompt_logprobs is not None
@@ -223,11 +177,12 @@ class Generation:
     def prefilled(self, stop: int) -> None:
         """Report that the first ``stop`` tokens of the prompt are in the cache."""
         self.prefilled_tokens, total = stop, self.prefill_tokens
-        self._add(Prefilled(total - (self.sequence.prompt_tokens - stop), total))
+        self.events.append(Prefilled(total - (self.sequence.prompt_tokens - stop), total))
+        self.delivery.wakeups.put(None)
 
     def push(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
         """Add a sampled token, with its log-probabilities; return whether the answer ends."""
-        at, sampling, count = time.perf_counter(), self.sampling, self.count - self.undelivered
+        at, sampling, count = time.perf_counter(), self.sampling, self.delivered
         if not sampling.max_tokens:
             return self._finish("length", at)
         may_stop = count >= sampling.min_tokens
@@ -244,7 +199,8 @@ class Generation:
             self.undelivered -= 1
         else:
             self.count += 1  # with the event, see `Batcher._recover`
-        self._add(Sampled(token, text, at, logprobs))
+        self.events.append(Sampled(token, text, at, logprobs))
+        self._notify()
         if count == len(sampling.forced_ids):
             self._use_processors(sampling.processors)
         if self._matcher.matched:
@@ -302,7 +258,7 @@ class Generation:
 
     def take_back(self) -> None:
         """Forget the tokens that have no result."""
-        self.count, self.undelivered = self.count - self.undelivered, 0
+        self.count, self.undelivered = self.delivered, 0
         del self.sequence.tokens[self.sequence.prompt_tokens + self.count :]
 
     def grammar_error(self, token: int) -> RequestError | None:
@@ -336,12 +292,7 @@ class Generation:
         rest = self._matcher.push(self._text.finish() if self._text else "")
         return rest if self._matcher.matched else rest + self._matcher.finish()
 
-    def _add(self, event: Prefilled | Sampled) -> None:
-        self.events.append(event)
-        self._notify()
-
     def _end(self) -> None:
-        self.count, self.undelivered = self.count - self.undelivered, 0
         self.done = True
         self._notify()
 
@@ -357,30 +308,39 @@ class Generation:
             self._end()
 
     # -- called by the thread that consumes results
-    def record(self, event: Sampled, completion: Completion) -> None:
-        """Add a result to ``completion``: its token, text and timings."""
-        if isinstance(event, Found):
-            self._record_search(event, completion)
+    def record(self, events: Sequence[Sampled], completion: Completion) -> None:
+        """Add results, at least one, to ``completion``: their tokens, text and timings."""
+        last = events[-1]
+        if isinstance(last, Found):
+            self._record_search(last, completion)
             return
         timings, completion.prompt_logprobs = completion.timings, self.prompt_logprobs
         if not completion.ids and not timings.ttft_s and self.started:
             timings.queue_s = self.started - self.submitted
-            timings.ttft_s = event.at - self.submitted
+            timings.ttft_s = events[0].at - self.submitted
             timings.prefill_s = timings.ttft_s - timings.queue_s
             timings.prefill_tokens = self.prefill_tokens
             completion.cached_tokens = len(completion.prompt_ids) - self.prefill_tokens
-        if event.token is not None or self._ended_by_token:
-            timings.decode_s = event.at - self.submitted - timings.ttft_s
-            timings.decode_tokens = len(completion.ids)
+        ids = [each.token for each in events if each.token is not None]
+        completion.ids += ids
+        if ids or self._ended_by_token:
+            decoded = last if self._ended_by_token else events[len(ids) - 1]
+            timings.decode_s = decoded.at - self.submitted - timings.ttft_s
+            timings.decode_tokens = len(completion.ids) - (decoded.token is not None)
         timings.drafted_tokens, timings.accepted_tokens = self.drafted, self.accepted
-        if event.token is None:
+        if self.asks_logprobs:
+            found = [each.logprobs for each in events if each.logprobs is not None]
+            completion.logprobs += found
+        completion.text += "".join([each.text for each in events])
+        if last.token is None:
             completion.finish_reason = self.finish_reason
             completion.notes += [self.note] if self.note else []
-        else:
-            completion.ids.append(event.token)
-            if event.logprobs is not None:
-                completion.logprobs.append(event.logprobs)
-        completion.text += event.text
+
+    def record_all(self, completion: Completion) -> None:
+        """Add all results that are there to ``completion``."""
+        events = [self.events.popleft() for _ in range(len(self.events))]
+        if sampled := [each for each in events if isinstance(each, Sampled)]:
+            self.record(sampled, completion)
 
     def _record_search(self, event: Found, completion: Completion) -> None:
         """Fill in ``completion`` and its alternatives. A second call changes nothing."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..engine.generation import Sampled
+from ..engine.completion import Sampled
 from ..engine.request import Sampling
 from .bench import filler_tokens, leaf_bytes
 from .engine_requests import finish, run_step, submit_all

@@ -39,10 +39,32 @@ def server_app(table: Sequence[Endpoints], keys: Sequence[str], responses: Count
     return _Counted(KeyCheck(endpoints_app(own), keys), responses, {path for _, path, _ in own})
 
 
-def endpoints_app(table: Sequence[Endpoints]) -> Starlette:
+def endpoints_app(table: Sequence[Endpoints]) -> ASGIApp:
     """Return the application of some endpoints, whose exceptions become responses."""
-    routes = [Route(path, _guarded(call), methods=[method]) for method, path, call in table]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    return _EndpointsApp([(method, path, _guarded(call)) for method, path, call in table])
+
+
+class _EndpointsApp:
+    """ASGI application that looks up a path without parameters by itself.
+
+    Starlette compares a path with one route after another, and has three layers around an endpoint.
+    It gets the other requests: paths with parameters, HEAD, and those that are refused.
+    """
+
+    def __init__(self, table: Sequence[Endpoints]) -> None:
+        self._calls = {(method, path): call for method, path, call in table if "{" not in path}
+        routes = [Route(path, call, methods=[method]) for method, path, call in table]
+        self._app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = None
+        if scope["type"] == "http":
+            call = self._calls.get((scope["method"], scope["path"]))
+        if call is None:
+            await self._app(scope, receive, send)
+            return
+        response = await call(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 def without_version(table: Sequence[Endpoints]) -> list[Endpoints]:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from ..arguments import Integer
 from ..errors import RequestError
+from .http_protocol import StreamingProtocol
 from .time_slice import shorten_time_slice
 
 _BACKLOG = 1024  # connections that wait to be accepted
@@ -122,9 +123,9 @@ class Server(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            # httptools, which uvicorn prefers, does not bound the size of headers, and loses the
-            # body of a request with "Upgrade: h2c", which clients in Java send.
-            http="h11",
+            # Of h11: httptools, which uvicorn prefers, does not bound the size of headers, and
+            # loses the body of a request with "Upgrade: h2c", which clients in Java send.
+            http=StreamingProtocol,
             access_log=False,
             lifespan="off",
             log_config=None,

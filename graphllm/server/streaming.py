@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.types import Message, Receive, Scope, Send
 
 from .errors import ApiError, api_error, stopping
+from .http_protocol import WriteChunk, chunk_writer
 
 Value = TypeVar("Value")
 _LAST_EVENT_S = 1.0  # for the last event of a stopping server, which a slow reader may not take
@@ -75,11 +76,13 @@ class EventStream:
     ) -> None:
         self._events, self._form, self._closed = events, form, closed
         self._send: Send | None = None  # None before the first event, and after the last one
+        self._write_chunk: WriteChunk | None = None
         self._finished: asyncio.Future[None] | None = None
         self._waiting: asyncio.Task[None] | None = None  # sends, as soon as there is room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
+        self._write_chunk = chunk_writer(scope)
         try:
             await until_disconnect(receive, self._run(send))
         except (ClientDisconnected, OSError):
@@ -113,7 +116,7 @@ class EventStream:
         if self._send is None or self._waiting is not None:
             return
         data, more = self._new_events()
-        if not data and more:
+        if more and (not data or (self._write_chunk is not None and self._write_chunk(data))):
             return
         try:
             self._waiting = start(self._send(_body(data, more)))

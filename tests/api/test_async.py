@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 import idle_engine
 import numpy as np
@@ -17,6 +18,7 @@ import tiny_models as tiny
 
 import graphllm
 from graphllm import AsyncLLM, RequestError
+from graphllm.api.async_llm import _Mailbox
 from graphllm.errors import ModelFileError, NumericError
 
 SAMPLED = {"temperature": 0.9, "seed": 4, "ignore_eos": True}
@@ -170,6 +172,54 @@ def test_a_slow_consumer_does_not_stall_the_others(llm):
         return first + "".join(rest)
 
     assert run(main()) == want
+
+
+def test_the_loop_rests_between_deliveries(llm):
+    """A delivery that takes 2 ms is followed by 25 ms without another one."""
+    want = llm.generate("hello", max_tokens=200, **SAMPLED)
+
+    async def main() -> tuple[list[float], str]:
+        times: list[float] = []
+
+        def arrived() -> None:
+            times.append(time.perf_counter())
+            until = time.thread_time() + 2e-3
+            while time.thread_time() < until:
+                pass
+
+        own = AsyncLLM(llm)
+        request = await own.submit("hello", max_tokens=200, arrived=arrived, **SAMPLED)
+        text = (await own.generate("hello", max_tokens=200, **SAMPLED)).text
+        assert request.handle.done
+        return times, text
+
+    times, text = run(main())
+    assert text == want.text
+    gaps = np.diff(times[1:-1])  # the first and the last result come at once
+    assert (gaps > 20e-3).all() and len(times) >= 2
+
+
+def test_the_first_result_does_not_wait_for_the_next_delivery(llm):
+    async def main() -> tuple[list[str], list[float]]:
+        mailbox, order, times = _Mailbox(asyncio.get_running_loop()), list[str](), list[float]()
+
+        def call(name: str, cpu_s: float = 0.0) -> None:
+            order.append(name)
+            times.append(time.perf_counter())
+            until = time.thread_time() + cpu_s
+            while time.thread_time() < until:
+                pass
+
+        mailbox.post(partial(call, "long", 2e-3))
+        await asyncio.sleep(5e-3)
+        mailbox.post(partial(call, "next"))
+        mailbox.post_now(partial(call, "first"))
+        await asyncio.sleep(0.1)
+        return order, times
+
+    order, times = run(main())
+    assert order == ["long", "first", "next"]
+    assert times[2] - times[0] > 20e-3
 
 
 @pytest.mark.parametrize("how", ["cancel", "timeout", "aclose", "break", "submitting"])

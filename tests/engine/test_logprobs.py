@@ -13,8 +13,7 @@ import windowed_model
 from windowed_model import IDS
 
 import graphllm
-from graphllm.engine.completion import Completion
-from graphllm.engine.generation import Sampled
+from graphllm.engine.completion import Completion, Sampled
 from graphllm.engine.request import Sampling
 from graphllm.engine.step_result import TokenLogprobs
 from graphllm.errors import RequestError
@@ -52,7 +51,7 @@ def complete(engine, ids, settings) -> Completion:
     generation, done = engine.submit(ids, settings, ()), Completion(ids)
     while (event := engine.next_result(generation)) is not None:
         if isinstance(event, Sampled):
-            generation.record(event, done)
+            generation.record([event], done)
     return done
 
 

@@ -7,8 +7,9 @@ import random
 import numpy as np
 from windowed_model import CONTEXT
 
+from graphllm.engine.completion import Found, Sampled
 from graphllm.engine.engine import Engine
-from graphllm.engine.generation import Found, Generation, Sampled
+from graphllm.engine.generation import Generation
 from graphllm.engine.request import Sampling
 from graphllm.engine.step_result import TokenLogprobs
 

@@ -1,0 +1,48 @@
+"""Connections whose streams are written without uvicorn's and h11's work for each event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_WRITE_CHUNK = "graphllm.write_chunk"  # in the scope of a request
+WriteChunk = Callable[[bytes], bool]
+
+
+class StreamingProtocol(H11Protocol):
+    """uvicorn's protocol, which lets the application write chunks of a response by itself.
+
+    h11 checks each part of a body and wraps it in a chunk, which takes longer than the rest of an
+    event. The first and the last part of a response must be sent as usual.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        own: ASGIApp = self.app
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[_WRITE_CHUNK] = self.write_chunk
+            await own(scope, receive, send)
+
+        self.app = app
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Write a chunk of the current response; return False if it must be sent as usual.
+
+        That is so while the client reads too slowly, and after it has disconnected.
+        """
+        if self.flow.write_paused or self.transport.is_closing():
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+
+def chunk_writer(scope: Scope) -> WriteChunk | None:
+    """Return `StreamingProtocol.write_chunk` for a response without ``content-length``.
+
+    None: the client has no chunks (HTTP/1.0), or another protocol is in use.
+    """
+    return scope.get(_WRITE_CHUNK) if scope["http_version"] == "1.1" else None
