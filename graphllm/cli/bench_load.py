@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -142,7 +142,8 @@ def run_http(
     predicted = None
     if file is not None:
         own = placement.arguments() | {"context": load.context, "max_sequences": load.parallel}
-        predicted = dry_run(file, **own, kv_type=setup[0], threads=setup[1], load=load).load
+        local = replace(load, over_http=server.is_local)
+        predicted = dry_run(file, **own, kv_type=setup[0], threads=setup[1], load=local).load
     with progress_line("load test") as progress:
         result = http_load.run(
             server, load.requests, load.parallel, load.seed,
@@ -192,3 +193,8 @@ def lines(found: Mapping[str, Any], output: str) -> Iterator[str]:
     yield from load_table({"measured": found if answered else None, "predicted": predicted})
     if predicted is not None:
         yield f"predicted: {capacity_line(predicted['capacity'])}"
+        if (http := predicted["http"]) is not None:
+            yield (
+                f"predicted: HTTP takes {1e6 * http['token_s']:.0f} us per token and "
+                f"{1e3 * http['request_s']:.1f} ms per request of the engine's cores"
+            )

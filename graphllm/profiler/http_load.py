@@ -8,6 +8,7 @@ inter-token latency; the number of tokens is the server's, if it reports the usa
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +63,15 @@ class OpenAiServer:
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the address is one of this machine."""
+        host = self._parts.hostname or ""
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
 
     def model(self) -> str:
         """Return the name of the server's first model. RequestError: it has none."""

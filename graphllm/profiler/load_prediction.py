@@ -15,6 +15,7 @@ from ..compiler.plan import Plan
 from ..engine.forward_feeds import kv_pairs
 from ..engine.sequence import ActiveSequence, Chunk
 from .batch_prediction import predict_prefill, predict_step
+from .http_costs import HttpCosts
 from .load_requests import LoadRequest
 from .load_times import LoadTimes, RequestTimes
 from .step_times import TimePredictor
@@ -61,6 +62,7 @@ class LoadPrediction:
         steps: number of steps.
         preemptions: number of preemptions.
         capacity: the load at which something is full.
+        http: what HTTP takes of the engine's cores; None for nothing.
     """
 
     times: LoadTimes
@@ -68,16 +70,19 @@ class LoadPrediction:
     steps: int
     preemptions: int
     capacity: Capacity
+    http: HttpCosts | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         own = {"busy_s": self.busy_s, "steps": self.steps, "preemptions": self.preemptions}
-        return {**own, **self.times.as_dict(), "capacity": vars(self.capacity)}
+        http = self.http and vars(self.http)
+        return {**own, **self.times.as_dict(), "capacity": vars(self.capacity), "http": http}
 
 
 def predict_load(
-    engine: Engine, groups: Iterable[CacheSpec], requests: Sequence[LoadRequest], threads: int
-) -> LoadPrediction | None:
+    engine: Engine, groups: Iterable[CacheSpec], requests: Sequence[LoadRequest], threads: int,
+    http: HttpCosts | None = None,
+) -> LoadPrediction | None:  # fmt: skip
     """Predict a load test; None if a measurement that it needs is missing.
 
     Args:
@@ -85,9 +90,10 @@ def predict_load(
         groups: KV cache groups of the model.
         requests: the requests, in the order of arrival.
         threads: number of CPU threads.
+        http: what HTTP takes of the engine's cores, which delays steps by as much.
     """
-    clock, scheduler = _StepClock(engine, threads), engine.scheduler
-    known = _capacity(engine, groups, requests, threads)
+    clock, scheduler = _StepClock(engine, threads, http), engine.scheduler
+    known = _capacity(engine, groups, requests, threads, http)
     if known is None:
         return None
     preempted = scheduler.preempted
@@ -103,7 +109,7 @@ def predict_load(
         simulated.forget()
     times = LoadTimes(simulated.times(), simulated.now - requests[0].arrival_s)
     preemptions = scheduler.preempted - preempted
-    return LoadPrediction(times, simulated.busy, simulated.steps, preemptions, known)
+    return LoadPrediction(times, simulated.busy, simulated.steps, preemptions, known, http)
 
 
 @dataclass
@@ -187,8 +193,8 @@ class _Simulation:
 class _StepClock:
     """Predicted times of steps."""
 
-    def __init__(self, engine: Engine, threads: int) -> None:
-        self._engine, self._threads = engine, threads
+    def __init__(self, engine: Engine, threads: int, http: HttpCosts | None) -> None:
+        self._engine, self._threads, self._http = engine, threads, http or HttpCosts(0.0, 0.0)
         self._predictors: dict[Plan, TimePredictor] = {}
         self._known: dict[tuple[object, ...], float | None] = {}
 
@@ -209,13 +215,19 @@ class _StepClock:
             if plan not in self._predictors:
                 self._predictors[plan] = TimePredictor.of([plan], self._threads)
             self._known[key] = self._predictors[plan].seconds(plan, env)
-        found = self._known[key]
-        return None if found is None else found + _HOST_S + count * _HOST_SEQUENCE_S
+        found, http = self._known[key], self._http
+        if found is None:
+            return None
+        sampled = [chunk for chunk in chunks if chunk.samples]
+        begun = sum(chunk.stop == chunk.sequence.prompt_tokens for chunk in sampled)
+        shared = len(sampled) * http.token_s + begun * http.request_s
+        return found + _HOST_S + count * _HOST_SEQUENCE_S + shared
 
 
 def _capacity(
-    engine: Engine, groups: Iterable[CacheSpec], requests: Sequence[LoadRequest], threads: int
-) -> Capacity | None:
+    engine: Engine, groups: Iterable[CacheSpec], requests: Sequence[LoadRequest], threads: int,
+    http: HttpCosts | None,
+) -> Capacity | None:  # fmt: skip
     """Return the load at which something is full; None if a measurement is missing.
 
     With n sequences at once, n requests take as long as their prefills and the decode steps of one.
@@ -233,5 +245,7 @@ def _capacity(
     if prefill is None or step is None:
         return None
     step += _HOST_S + count * _HOST_SEQUENCE_S
+    if http is not None:
+        prefill, step = prefill + count * http.request_s, step + count * http.token_s
     rate = count / (prefill + (output - 1) * step)
     return Capacity(sequences, pool, rate, rate * output)

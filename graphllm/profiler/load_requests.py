@@ -38,11 +38,13 @@ class Load:
         requests: the requests, in the order of arrival.
         parallel: number of sequences that are computed at once.
         seed: request i is sampled with ``seed + i``.
+        over_http: whether they come over HTTP from a client on the server's machine.
     """
 
     requests: Sequence[LoadRequest]
     parallel: int = 16
     seed: int = 0
+    over_http: bool = False
 
     @property
     def context(self) -> int:

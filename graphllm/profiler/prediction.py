@@ -43,6 +43,7 @@ from ..runtime.gpu_offload import leaf_buffers
 from ..weights import Weights
 from .batch_prediction import BatchPrediction, predict_batch
 from .bench import Test, leaf_bytes, model_type
+from .http_costs import HttpCosts
 from .load_prediction import LoadPrediction, predict_load
 from .load_requests import Load
 from .planner import Planner
@@ -262,7 +263,10 @@ def _predict_load(
         what = f"a request of {load.context} tokens exceeds the context of {engine.limits.context}"
         raise RequestError(what, "context")
     engine.scheduler.sequences = load.parallel
-    return predict_load(engine, decoder.caches, load.requests, threads)
+    http = None
+    if load.over_http and engine.gpu_offload is None:
+        http = HttpCosts.on_shared_cores(threads)
+    return predict_load(engine, decoder.caches, load.requests, threads, http)
 
 
 def _planner(weights: Weights, own: Mapping[str, Any]) -> Planner:

@@ -23,6 +23,8 @@ from graphllm.errors import RequestError
 from graphllm.profiler import (
     batch_bench,
     batch_prediction,
+    http_costs,
+    http_load,
     load_prediction,
     load_test,
     prediction,
@@ -392,6 +394,36 @@ def test_a_pool_that_is_full_is_predicted(path, measured):
 
 
 # ------------------------------------------------------------------------------------ over HTTP
+
+
+def test_http_on_the_cores_of_the_engine_is_predicted(llm, measured, monkeypatch):
+    alone = LoadRequest(0.0, filler_prompts(1, 40, 90)[0], 5)
+    costs = http_costs.HttpCosts(token_s=3.0, request_s=100.0)
+    plain = predict_load(llm.engine, llm.decoder.caches, [alone], 1)
+    shared = predict_load(llm.engine, llm.decoder.caches, [alone], 1, costs)
+    (before,), (after,) = plain.times.requests, shared.times.requests
+    assert after.ttft_s == pytest.approx(before.ttft_s + 103)
+    assert after.end_s == pytest.approx(before.end_s + 100 + 5 * 3)
+    assert shared.capacity.requests_s == pytest.approx(1 / (100 + 4 * 3), rel=0.01)
+    assert plain.as_dict()["http"] is None and shared.as_dict()["http"]["token_s"] == 3
+    monkeypatch.setattr(http_costs, "usable_cores", lambda: 2)
+    assert http_costs.HttpCosts.on_shared_cores(1) is None
+    own = http_costs.HttpCosts.on_shared_cores(2)
+    assert 1e-6 < own.token_s < own.request_s < 1
+
+
+@pytest.mark.parametrize(
+    ("url", "local"),
+    [
+        ("http://127.0.0.1:80", True),
+        ("http://[::1]:80/v1", True),
+        ("http://localhost", True),
+        ("http://10.0.0.1", False),
+        ("https://example.org", False),
+    ],
+)
+def test_a_server_on_this_machine_is_known(url, local):
+    assert http_load.OpenAiServer(url).is_local is local
 
 
 def test_a_server_is_measured_beside_its_prediction(path, measured, tmp_path):
