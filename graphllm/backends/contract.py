@@ -21,7 +21,6 @@ import numpy as np
 from ..errors import GraphError
 from ..graph.tensor import WEIGHT, Dim, Meta, Tensor, Var
 from ..ops import OpDef, get
-from .block_times import BlockTimes
 from .probe_results import ProbeResults
 
 Progress = Callable[[str, int, int], None]  # (task, units done, units in total)
@@ -185,13 +184,14 @@ class TimestampLog:
     step [n + 1], and the start of each step [n]. A step may start before its predecessor ends.
     ``collect()`` waits for runs that are in flight and appends their timestamps.
 
-    If ``blocks`` is a list, a backend with `Backend.block_times` appends for each run the launches
-    of each step; None for a step with calls of a library, whose blocks are unknown.
+    If ``blocks`` is a list, a backend with `Backend.block_times` appends for each run a list with
+    an entry per step: a tuple with the `block_times.BlockTimes` of each launch, or None for a step
+    with calls of a library, whose blocks are unknown.
     """
 
     runs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     collect: Callable[[], None] = lambda: None
-    blocks: list[list[tuple[BlockTimes, ...] | None]] | None = None
+    blocks: list[list[Any]] | None = None
 
 
 # ----------------------------------------------------------------------------------------- devices

@@ -87,8 +87,8 @@ def profile(
     Speed: median of passes without profiling. Share: of the wall time of profiled passes.
     Roofline: time at the ceiling that bounds the op (doctor --measure) as a share of its time.
     Headroom: time above that, in ms per token. With -b: a batch of sequences, and the cost of
-    each of them. With --ramps: when thread blocks start and end, and what that says of memory. Of
-    an encoder, the texts are computed, and nothing is generated.
+    each of them. With --ramps: the time of each launch in which memory is not busy.
+    Of an encoder, the texts are computed, and nothing is generated.
     """
     from ..profiler.record import GROUP_KEYS
 
