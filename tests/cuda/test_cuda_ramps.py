@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from dataclasses import replace
 from math import prod
@@ -92,6 +93,116 @@ def test_the_entries_of_a_plan_do_not_overlap(tokens, paper):
     assert table.nbytes < 64 << 20  # of a plan
 
 
+# ------------------------------------------------------------------------------- a simulated stream
+
+
+class Memory:
+    """A device buffer in host memory, at its own address."""
+
+    def __init__(self, nbytes: int, stream: object) -> None:
+        self.data = np.zeros(max(nbytes, 1), np.uint8)
+        self.address, self.nbytes = self.data.ctypes.data, nbytes
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        return self.data[: self.nbytes][where].copy()
+
+
+def at(address: int, count: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
+
+
+class Stream:
+    """Runs launches one after the other, each for 1,000 ns, on the host.
+
+    Block b of a launch starts b ns after the launch and ends b ns before its end.
+    """
+
+    def __init__(self) -> None:
+        self.now, self.launched = 0, []
+        self.captured: list[Launch] | None = None
+        self.stream = SimpleNamespace(begin_capture=self.begin, end_capture=self.end)
+
+    def begin(self) -> None:
+        self.captured = []
+
+    def end(self) -> SimpleNamespace:
+        captured, self.captured = self.captured, None
+        return SimpleNamespace(
+            upload=lambda stream: None, launch=lambda stream: [self.run(each) for each in captured]
+        )
+
+    def use(self) -> None:
+        pass
+
+    def clock_offset(self) -> int:
+        return 5000
+
+    def prepare(self, launch: Launch):
+        return lambda: self.run(launch)
+
+    def run(self, launch: Launch) -> None:
+        args = launch.args
+        if self.captured is not None:
+            self.captured.append(launch)
+        elif launch.function.name == "begin_timestamps":
+            at(args[0], 3 * args[1] + 3)[:] = [-1, -1, 0] * (args[1] + 1)
+            at(args[0], 3)[[0, 2]] = self.now
+        elif launch.function.name == "record_end":
+            at(args[0], 3)[2] = self.now
+        elif launch.function.name == "keep_timestamps":
+            times, steps, kept, places, runs = args
+            count = 3 * (steps + 1)
+            done = at(runs, 1)
+            at(kept + 8 * count * (int(done[0]) % places), count)[:] = at(times, count)
+            done[0] += 1
+        else:
+            self.kernel(launch)
+
+    def kernel(self, launch: Launch) -> None:
+        self.launched.append(launch)
+        place, sample = launch.args[-2:]
+        own, blocks = at(place, 3), prod(launch.grid)
+        own[0] = self.now if own[0] == -1 else min(own[0], self.now)
+        to, every = int.from_bytes(sample[:8], "little"), int.from_bytes(sample[8:12], "little")
+        for block in range(0, blocks, every):
+            at(to + 16 * (block // every), 2)[:] = self.now + block, self.now + 1000 - block
+        self.now += 1000
+        own[2] = self.now
+
+
+@pytest.mark.nvrtc  # CuPy without a GPU
+def test_a_sequence_that_times_blocks(monkeypatch):
+    """Builds and arguments of launches, and what the log has after each run."""
+    from graphllm.backends.cuda.runtime import segment
+
+    monkeypatch.setattr(segment, "Buffer", Memory)
+    monkeypatch.setattr(block_times, "MAX_BLOCKS", 8)
+    gpu, loaded = Stream(), []
+    work = [
+        [launch(3), launch(2, 2)], [HostCall(lambda: None), launch(5)], [launch(0, 4)],
+        [launch(25)],
+    ]  # fmt: skip
+    made = segment.TimedSequence(gpu, work, lambda dim: 1, loaded.extend, True)
+    log = TimestampLog(blocks=[])
+    for run in range(3):
+        begun = gpu.now + 5000
+        made.recording_to(log)()
+        log.collect()
+        assert len(log.runs) == len(log.blocks) == run + 1
+        first, calls, empty, last = log.blocks[run]
+        ends, starts = log.runs[run]
+        assert (ends - begun).tolist() == [0, 2000, 3000, 3000, 4000]
+        assert (starts - begun).tolist() == [0, 2000, 3000, 3000]
+        assert calls is None and empty == ()
+        assert (first[0].starts - begun).tolist() == [0, 1, 2]
+        assert (first[1].ends - begun).tolist() == [2000, 1999, 1998, 1997]
+        assert (last[0].starts - begun).tolist() == [3000, 3005, 3010, 3015, 3020]
+        assert (first[0].every, last[0].every) == (1, 5)
+    defines = [dict(each.function.module.defines) for each in gpu.launched]
+    assert all(each == {"TIMED_BUILD": "1", "BLOCK_TIMES": "1"} for each in defines)
+    assert {each.module for each in loaded} >= {each.function.module for each in gpu.launched}
+
+
 # ----------------------------------------------------------------------------------------- on a GPU
 
 
@@ -166,7 +277,7 @@ def test_recording_changes_no_token(engine, path):
 @pytest.mark.cuda
 @pytest.mark.usefixtures("engine")
 def test_a_profile_with_ramps(path, monkeypatch):
-    """Decode has ramps of every op, whose times are those of the profile."""
+    """Decode has ramps of its steps, whose times are those of the profile."""
     known = SimpleNamespace(
         bytes_s=lambda threads=0: 3e12, peak_flop_s=lambda kind, threads=0: 0.0, date="2026-01-01",
         is_fresh=lambda: True, remeasure_reason=lambda: "",
@@ -180,7 +291,7 @@ def test_a_profile_with_ramps(path, monkeypatch):
     decode = found["decode"].ramps
     assert decode.runs == 16 and found["prefill"].ramps.runs >= 1
     timed = [step for step in decode.steps if step.calls]
-    assert {step.row.op for step in timed} == {step.row.op for step in decode.steps}
+    assert len(timed) > 0.9 * len(decode.steps)
     assert {len(step.calls) for step in timed} == {16}
     mean = sum(each.time for step in timed for each in step.calls) / 16
     profiled = sum(row.ns for row in found["decode"].rows) / 24
@@ -194,7 +305,7 @@ def test_a_profile_with_ramps(path, monkeypatch):
 def test_a_large_product_keeps_memory_busy():
     """A GEMV of 512 MB is above 80 % of 0.5 TB/s nearly all the time, and never of 100 TB/s."""
     rows, depth = 32_768, 8192
-    y = ops.linear(feed("x", (Var("T", 1, 1), depth), "f32"), weight("w", (rows, depth), "f16"))
+    y = ops.linear(feed("x", (Var("T", 0, 1), depth), "f32"), weight("w", (rows, depth), "f16"))
     executor = Executor(Arrays({"w": np.zeros((rows, depth), np.float16)}), ("cuda",))
     if executor.devices.of(executor.backends[0]).gpu.capability < (9, 0):
         pytest.skip("its memory may be slower")
