@@ -336,6 +336,7 @@ class LLM(TextGenerator):
         decode: int = 64,
         repeat: int = 3,
         show: Progress = lambda what, done, total: None,
+        ramps: bool = False,
     ) -> Profile:
         """Profile the prefill of prompts and the decode steps after them, op by op.
 
@@ -350,6 +351,8 @@ class LLM(TextGenerator):
             decode: number of tokens to generate for each prompt.
             repeat: number of profiled passes.
             show: called with (description, passes done, total).
+            ramps: on CUDA, also record in how much of each launch memory is not busy; needs the
+                ceilings of ``graphllm doctor --measure``.
 
         Raises:
             RequestError: invalid argument.
@@ -357,7 +360,8 @@ class LLM(TextGenerator):
         from ..profiler import capture
 
         rules: dict[str, Rule] = {"decode": Integer(), "repeat": Integer(1), "show": function}
-        own = check(rules, {"decode": decode, "repeat": repeat, "show": show})
+        given = {"decode": decode, "repeat": repeat, "show": show, "ramps": ramps}
+        own = check({**rules, "ramps": flag}, given)
         found = parse_prompts(prompt, "llm.profile")
         if not found:
             raise RequestError("the prompt is empty")

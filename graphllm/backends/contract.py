@@ -183,10 +183,15 @@ class TimestampLog:
     ``runs`` has for each run two int64 arrays: the start of the run followed by the end of each
     step [n + 1], and the start of each step [n]. A step may start before its predecessor ends.
     ``collect()`` waits for runs that are in flight and appends their timestamps.
+
+    If ``blocks`` is a list, a backend with `Backend.block_times` appends for each run a list with
+    an entry per step: a tuple with the `block_times.BlockTimes` of each launch, or None for a step
+    with calls of a library, whose blocks are unknown.
     """
 
     runs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     collect: Callable[[], None] = lambda: None
+    blocks: list[list[Any]] | None = None
 
 
 # ----------------------------------------------------------------------------------------- devices
@@ -278,6 +283,7 @@ class Backend:
         load: imports the modules that register kernels, at the first use of ``kernels``.
         half_tolerance: by op, the tolerance of kernels that multiply f16 or bf16 operands without
             upcasting, where it is above the op's own, see `graphllm.profiler.diff.deviation`.
+        block_times: whether its segments record the times of thread blocks.
     """
 
     def __init__(
@@ -296,6 +302,7 @@ class Backend:
         self._load, self._loaded = load, False
         self._kernels: dict[str, list[Kernel]] = {}
         self.half_tolerance: Mapping[str, float] = {}
+        self.block_times = False
 
     @property
     def kernels(self) -> dict[str, list[Kernel]]:

@@ -20,6 +20,7 @@ _OTHERS = {
     "kind": "--type",
     "max_sequences": "--parallel",
     "port": "--port",
+    "ramps": "--ramps",
     "no_kernels": "--no-kernel",
 }
 

@@ -90,8 +90,9 @@ class PlacementOptions:
         str,
         Option(
             "--prefill",
-            help="fp8: multiply e4m3 in steps of more than 256 tokens, on GPUs of compute "
-            "capability 8.9 and newer; faster, less exact, and one byte more per weight.",
+            help="fp8: multiply e4m3 in plans for more than 256 tokens, as those of prompts, on "
+            "GPUs of compute capability 8.9 and newer; faster (measured on 9.0 alone), less exact, "
+            "and one byte more per weight.",
         ),
     ] = "auto"
     deterministic: Annotated[

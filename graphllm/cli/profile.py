@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +21,18 @@ if TYPE_CHECKING:
 
 _MAX_TOKENS = 64
 _PROMPT = "The capital of France is"
+
+Batch = Annotated[
+    int, Option("-b", "--batch", help="Number of sequences; each has arbitrary tokens of its own.")
+]
+Ramps = Annotated[
+    bool,
+    Option(
+        "--ramps",
+        help="On CUDA: one more pass, and tables of the time in which each launch keeps memory "
+        "below 80 % of its bandwidth.",
+    ),
+]
 
 
 @verb
@@ -44,15 +56,13 @@ def profile(
             show_default=False,
         ),
     ] = None,
-    batch: Annotated[
-        int,
-        Option("-b", "--batch", help="Number of sequences; each has arbitrary tokens of its own."),
-    ] = 1,
+    batch: Batch = 1,
     repeat: Annotated[int, Option("-r", "--repeat", help="Number of profiled passes.")] = 3,
     by: Annotated[
         str, Option("--by", help="Group rows by op, scope, layer, backend or format.")
     ] = "op",
     top: Annotated[int, Option("--top", help="Number of rows of each table; 0 shows all.")] = 0,
+    ramps: Ramps = False,
     output: Annotated[
         list[Path] | None,
         Option(
@@ -72,10 +82,13 @@ def profile(
 
     graphllm profile demo -b 8 --prompt-tokens 100 -n 32
 
+    graphllm profile --random mistral-7b --type q4_k_m --device cuda --ramps
+
     Speed: median of passes without profiling. Share: of the wall time of profiled passes.
     Roofline: time at the ceiling that bounds the op (doctor --measure) as a share of its time.
     Headroom: time above that, in ms per token. With -b: a batch of sequences, and the cost of
-    each of them. Of an encoder, the texts are computed, and nothing is generated.
+    each of them. With --ramps: the time of each launch in which memory is not busy.
+    Of an encoder, the texts are computed, and nothing is generated.
     """
     from ..profiler.record import GROUP_KEYS
 
@@ -95,7 +108,8 @@ def profile(
     if prompt is None and (source.random is not None or batch > 1):
         prompt_tokens = prompt_tokens or 512
     prompts = partial(_prompts, prompt or _PROMPT, prompt_tokens, batch)
-    found = _profile(source.open(load_options), load_options, prompts, batch, max_tokens, repeat)
+    how = {"repeat": repeat, "ramps": ramps}
+    found = _profile(source.open(load_options), load_options, prompts, batch, max_tokens, how)
     show_table(found.table(by, top, sys.stdout.isatty()))
     for path, write in writers:
         write_file(path, write(found))
@@ -103,20 +117,23 @@ def profile(
 
 def _profile(
     file: Checkpoint, options: LoadOptions, prompts: Callable[[int], list[Any]], batch: int,
-    max_tokens: int | None, repeat: int,
+    max_tokens: int | None, how: Mapping[str, Any],
 ) -> Profile:  # fmt: skip
-    """Load and profile a model; ``prompts``: returns the prompts for the size of a vocabulary."""
+    """Load and profile a model.
+
+    ``prompts``: returns the prompts for the size of a vocabulary; ``how``: other arguments.
+    """
     from ..loading.load import model_spec
 
     if model_spec(file, options.model_def).is_encoder:
         if max_tokens is not None:
             raise RequestError("-n has no meaning for an encoder")
         with options.load_encoder(file) as encoder, progress_line("profiling") as progress:
-            return encoder.profile(prompts(encoder.encoder.cfg.vocab), repeat, progress)
+            return encoder.profile(prompts(encoder.encoder.cfg.vocab), show=progress, **how)
     tokens = _MAX_TOKENS if max_tokens is None else max_tokens
     llm = options.load(file, max_sequences=batch)
     with progress_line("profiling") as progress:
-        return llm.profile(prompts(llm.decoder.cfg.vocab), tokens, repeat, progress)
+        return llm.profile(prompts(llm.decoder.cfg.vocab), tokens, show=progress, **how)
 
 
 def _prompts(prompt: str, tokens: int, batch: int, vocab: int) -> list[Any]:

@@ -267,6 +267,7 @@ class EncoderModel(LoadedEncoder):
         texts: str | Sequence[str] | Sequence[Sequence[int]],
         repeat: int = 3,
         show: Progress = lambda what, done, total: None,
+        ramps: bool = False,
     ) -> Profile:
         """Profile the computation of texts, op by op.
 
@@ -278,13 +279,15 @@ class EncoderModel(LoadedEncoder):
             texts: texts, or token ids of each text; those that are too long are truncated.
             repeat: number of profiled passes.
             show: called with (description, passes done, total).
+            ramps: as in `graphllm.LLM.profile`.
 
         Raises:
             RequestError: invalid argument, or there are no tokens.
         """
         from ..profiler.capture import profile_encoder
 
-        own = check({"repeat": Integer(1), "show": function}, {"repeat": repeat, "show": show})
+        rules: dict[str, Rule] = {"repeat": Integer(1), "show": function, "ramps": flag}
+        own = check(rules, {"repeat": repeat, "show": show, "ramps": ramps})
         ids = self.given_ids(texts)
         given = [] if ids else checked_texts(texts)  # type: ignore[arg-type]
 

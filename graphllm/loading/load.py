@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -199,7 +200,8 @@ def check_fp8_prefill(device: str, deterministic: bool) -> None:
     usable, reason = registry.find("cuda").available()
     if device != "cuda" and not (device == "auto" and usable):
         reason = reason if device == "auto" else f"device = {device!r}"
-        raise PlacementError(f"prefill = 'fp8' needs a GPU of CUDA: {reason}", "prefill")
+        what = "prefill = 'fp8' needs a GPU of CUDA, of compute capability 8.9 or newer"
+        raise PlacementError(f"{what}: {reason}", "prefill")
     if deterministic:
         raise RequestError(
             "prefill = 'fp8' and deterministic = True exclude each other: a token's result would "
@@ -267,10 +269,13 @@ def sized_limits(
 
 def memory_left(decoder: Decoder, executor: Executor) -> int | None:
     """Return the bytes that the weights leave free on the first device; None if unknown."""
-    found = map(decoder.weights.meta, decoder.weights.names())
-    metas = [meta for meta in found if meta is not None]
-    needed = sum(meta.nbytes for meta in metas)
-    if executor.options.prefill == "fp8":  # a copy of each matrix, a byte an element
-        needed += sum(meta.size for meta in metas if meta.ndim == 2)
+    found = [(name, decoder.weights.meta(name)) for name in decoder.weights.names()]
+    metas = [(name, meta) for name, meta in found if meta is not None]
+    needed = sum(meta.nbytes for _, meta in metas)
+    if executor.options.prefill == "fp8":
+        from ..backends.cuda.kernels.e4m3_copy import copy_nbytes
+
+        # Of the matrices of layers; the embedding and the head have no copy.
+        needed += sum(copy_nbytes(name, m) for name, m in metas if re.search(r"\.\d+\.", name))
     free = executor.devices.of(executor.backends[0]).free()
     return None if free is None else max(0, free - needed)

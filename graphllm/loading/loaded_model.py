@@ -184,9 +184,9 @@ class LoadedModel:
                 (f32 on the reference backend).
             linear: matrix products with quantised weights: ``integer`` (activations are quantised,
                 too), ``float``, or ``auto``.
-            prefill: ``fp8`` multiplies e4m3 in steps of more than 256 tokens, on GPUs of compute
-                capability 8.9 and newer: faster and less exact, see docs/quality.md. A copy of the
-                matrices takes one byte per element.
+            prefill: ``fp8`` multiplies e4m3 in plans for more than 256 tokens, as those of prompts,
+                on GPUs of compute capability 8.9 and newer: faster (measured on 9.0 alone) and less
+                exact, see docs/quality.md. A copy of the matrices takes one byte per element.
             deterministic: give a request the same bits in any batch on CUDA, too, at the price that
                 docs/reproducibility.md states; the CPU always does.
             low_mem: leave the experts of a mixture in the mapped file and pack them anew for each

@@ -7,9 +7,11 @@ How a profile is made, in order:
   the op declares (`graphllm.ops`, `OpDef.node_cost`): one `Row` per step;
 - `accounting` splits the wall time into ops, copies, gaps and host time;
 - `request_costs` divides these among the requests, by the shares of `step_shares`;
+- `ramp_record` runs one more pass on a GPU if asked to, and `ramps` finds from the times of thread
+  blocks when each launch kept memory busy;
 - `roofline` measures the ceilings of the machine, `phase` compares the rows with them;
 - `profile` joins the phases with what was run, on what machine;
-- `report`, `html` and `trace` show a profile; `compare` and `diff` compare two.
+- `report`, `ramp_report`, `html` and `trace` show a profile; `compare` and `diff` compare two.
 
 `bill` charges the steps of a serving engine to the requests that ask for a bill. `prediction`,
 `batch_prediction` and `load_prediction` estimate times without running; `bench`, `batch_bench`,

@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from .batch_limits import check_batch
 from .bench import describe_model, offloaded_layers
 from .engine_requests import run_step, submit_all
 from .profile import Phase, Profile, Roofline
+from .ramp_record import MAX_RUNS, PhaseRamps, RampRecorder, bandwidth_of
 from .record import Recorder
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ _Window = tuple[int, int]  # begin and end in nanoseconds
 
 
 def profile(
-    llm: LoadedModel, prompts: Sequence[Sequence[int]], decode: int, repeat: int, show: Show
-) -> Profile:
+    llm: LoadedModel, prompts: Sequence[Sequence[int]], decode: int, repeat: int, show: Show,
+    ramps: bool = False,
+) -> Profile:  # fmt: skip
     """Profile prefill and decode. Every pass runs first without and then with profiling.
 
     One more pass of each kind runs before, as warm-up. In each pass all prompts are submitted at
@@ -51,13 +53,16 @@ def profile(
         decode: number of decode steps of all requests in each pass.
         repeat: number of passes.
         show: progress callback.
+        ramps: run one more pass, which records the ramps of each launch (`ramp_record`).
 
     Raises:
         RequestError: a prompt is empty, the tokens do not fit in the context or the KV cache, there
-            are more prompts than the engine computes at once, or a count is invalid.
+            are more prompts than the engine computes at once, a count is invalid, or ramps cannot
+            be recorded.
     """
     if decode < 0 or repeat < 1:
         raise RequestError(f"decode = {decode} must be at least 0, repeat = {repeat} at least 1")
+    bytes_s = bandwidth_of(llm.executor.backends) if ramps else None
     own = decode + _decoded_meanwhile(llm.limits.tokens, prompts)
     check_batch(llm.decoder.caches, llm.limits, [(len(ids), own) for ids in prompts])
     if llm.seq2seq is not None:
@@ -68,12 +73,14 @@ def profile(
     run = partial(_run_pass, llm, prompts, decode)
     settings = {"prompt_tokens": sum(map(len, prompts)), "decode_tokens": decode}
     about = describe_run(llm, settings | {"sequences": len(prompts), "repeat": repeat})
-    return _capture(llm, ("prefill", "decode"), run, warm_up, repeat, show, about)
+    names = "prefill", "decode"
+    return _capture(llm, names, run, warm_up, repeat, show, about, bytes_s)
 
 
 def profile_encoder(
-    model: LoadedEncoder, work: Callable[[], None], lengths: Sequence[int], repeat: int, show: Show
-) -> Profile:
+    model: LoadedEncoder, work: Callable[[], None], lengths: Sequence[int], repeat: int, show: Show,
+    ramps: bool = False,
+) -> Profile:  # fmt: skip
     """Profile an encoder. Passes are as in `profile`; the only phase is ``encode``.
 
     Args:
@@ -82,7 +89,9 @@ def profile_encoder(
         lengths: tokens of each sequence that it computes.
         repeat: number of passes.
         show: progress callback.
+        ramps: as in `profile`.
     """
+    bytes_s = bandwidth_of(model.executor.backends) if ramps else None
     tokens = sum(lengths)
 
     def run(recorders: Recorders | None) -> _PassTimes:
@@ -96,7 +105,7 @@ def profile_encoder(
 
     settings = {"prompt_tokens": tokens, "decode_tokens": 0, "sequences": len(lengths)}
     about = describe_run(model, settings | {"repeat": repeat})
-    return _capture(model, ("encode",), run, run, repeat, show, about)
+    return _capture(model, ("encode",), run, run, repeat, show, about, bytes_s)
 
 
 _RunPass = Callable[["Recorders | None"], "_PassTimes"]
@@ -104,7 +113,7 @@ _RunPass = Callable[["Recorders | None"], "_PassTimes"]
 
 def _capture(
     model: _Model, names: Sequence[str], run: _RunPass, warm_up: _RunPass,
-    repeat: int, show: Show, about: Mapping[str, Any],
+    repeat: int, show: Show, about: Mapping[str, Any], bytes_s: float | None,
 ) -> Profile:  # fmt: skip
     """Run the passes and return their profile.
 
@@ -116,6 +125,7 @@ def _capture(
         repeat: number of passes.
         show: progress callback.
         about: sections of the report on versions, machine, model and settings.
+        bytes_s: memory bandwidth for a pass that records ramps; None makes no such pass.
     """
     recorders = tuple(Recorder() for _ in names)
     plain: list[_PassTimes] = []
@@ -130,10 +140,30 @@ def _capture(
         profiled.append(run(recorders))
     show("profiling", repeat + 1, repeat + 1)
     phases = _phases(names, _threads(model), plain[1:], profiled, recorders)
+    if bytes_s is not None:
+        show("recording thread blocks", 0, 1)
+        found = _ramps(names, run, warm_up, bytes_s, profiled[0].steps)
+        phases = tuple(replace(phase, ramps=found[phase.name]) for phase in phases)
+        show("recording thread blocks", 1, 1)
     on_host = any(step.memory == HOST for p in phases for plan in p.plans for step in plan.steps)
     times = _startup_times(model, plain)
     others = watch.share() if on_host else None
     return Profile(phases, phases[0].rooflines, about, times, others)
+
+
+def _ramps(
+    names: Sequence[str], run: _RunPass, warm_up: _RunPass, bytes_s: float,
+    steps: Sequence[int | None],
+) -> dict[str, PhaseRamps]:  # fmt: skip
+    """Run a pass that records ramps, after one of warm-up; return those of each phase.
+
+    ``steps``: as in `_PassTimes`.
+    """
+    counts = [MAX_RUNS if most is None else min(most, MAX_RUNS) for most in steps]
+    warm_up(tuple(RampRecorder(bytes_s, count) for count in counts))
+    recorders = tuple(RampRecorder(bytes_s, count) for count in counts)
+    run(recorders)
+    return {name: recorder.ramps() for name, recorder in zip(names, recorders)}
 
 
 def _decoded_meanwhile(step: int, prompts: Sequence[Sequence[int]]) -> int:

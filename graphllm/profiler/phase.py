@@ -20,6 +20,7 @@ from .speed import Speed, speed
 
 if TYPE_CHECKING:
     from ..engine.sequence import ActiveSequence
+    from .ramp_record import PhaseRamps
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Roofline:
 class Phase:
     """Prefill or decode: all profiled runs of ``passes`` passes of ``tokens`` tokens each.
 
-    ``indices``: index of the request of each sequence, in every pass.
+    ``indices``: index of the request of each sequence, in every pass. ``ramps``: ramps of its
+    launches, from a pass of their own, if they were asked for.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Phase:
     runs: tuple[Run, ...]
     rooflines: Mapping[str, Roofline]
     indices: Mapping[ActiveSequence, int] = field(default_factory=dict)
+    ramps: PhaseRamps | None = None
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -149,6 +152,7 @@ class Phase:
                 for index, plan in enumerate(self.plans)
                 for each in arenas(plan)
             ],
+            **({"ramps": self.ramps.as_dict()} if self.ramps else {}),
         }
 
     def _row(self, row: Row) -> dict[str, Any]:

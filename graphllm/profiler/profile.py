@@ -54,7 +54,7 @@ class Profile:
         raise KeyError(name)
 
     def table(self, by: str = "op", top: int = 0, colour: bool = False) -> str:
-        """Return both phases as text tables; of several requests, the cost of each, too.
+        """Return both phases as text tables, and of ramps and the cost of several requests, if any.
 
         Args:
             by: group rows by op, scope, layer, backend or format.
@@ -67,6 +67,10 @@ class Profile:
         if by not in GROUP_KEYS:
             raise ValueError(f"by = {by!r} must be one of {', '.join(GROUP_KEYS)}")
         tables = [phase_table(phase, by, top, colour) for phase in self.phases]
+        if any(phase.ramps for phase in self.phases):
+            from .ramp_report import ramp_table
+
+            tables += [ramp_table(phase, by, top, colour) for phase in self.phases]
         if len(self.requests) > 1:
             tables.append(request_table(self.requests, self.phases, colour))
         last = footer(self.phases, self.rooflines, self.load_note, self.start)

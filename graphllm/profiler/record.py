@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -123,9 +123,13 @@ class Recorder:
     """Run plans with timestamps and keep them; implements `graphllm.engine.sequence.StepRecorder`.
 
     Rows are computed on access, not while plans run.
+
+    Args:
+        new_log: makes the log of a segment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, new_log: Callable[[], TimestampLog] = TimestampLog) -> None:
+        self._new_log = new_log
         self._pending: list[_Pending] = []
         self._logs: dict[Segment, TimestampLog] = {}
         self._counts: Counter[Segment] = Counter()  # profiled runs so far
@@ -139,7 +143,9 @@ class Recorder:
         """Run ``segments`` of ``plan`` with timestamps; ``env``: values of the Vars."""
         places, called = [], time.perf_counter_ns()
         for segment, _ in segments:
-            log = self._logs.setdefault(segment, TimestampLog())
+            if segment not in self._logs:
+                self._logs[segment] = self._new_log()
+            log = self._logs[segment]
             segment.run(log)
             places.append((log, self._counts[segment]))
             self._counts[segment] += 1

@@ -68,7 +68,7 @@ def request_table(costs: Sequence[RequestCost], phases: Sequence[Phase], colour:
     titles = [*map(escape_control, ops), "other ops", "gaps", "host"]
     widths = [max(9, len(title)) for title in titles]
     head = f"{'request':>7} {'tokens':>7} {'ms':>9} {'share':>6} {'GB':>8} {'GFLOP':>9}"
-    lines = [_dim(f"{head} {' '.join(f'{t:>{w}}' for t, w in zip(titles, widths))}", colour)]
+    lines = [dim(f"{head} {' '.join(f'{t:>{w}}' for t, w in zip(titles, widths))}", colour)]
     whole = sum(cost.ns for cost in costs)
     for cost in costs:
         times = [cost.ops[name].ns if name in cost.ops else 0.0 for name in ops]
@@ -79,7 +79,7 @@ def request_table(costs: Sequence[RequestCost], phases: Sequence[Phase], colour:
         line += f" {cost.flops / passes / 1e9:>9.3f}"
         lines.append(f"{line} {' '.join(f'{ns / passes / 1e6:>{w}.2f}' for ns, w in cells)}")
     wall = sum(phase.accounting.wall for phase in phases)
-    lines.append(_dim(f"all requests: {whole / wall:.1%} of the wall time; ms per pass", colour))
+    lines.append(dim(f"all requests: {whole / wall:.1%} of the wall time; ms per pass", colour))
     return "\n".join(lines)
 
 
@@ -99,7 +99,7 @@ def _phase(phase: Phase, by: str, top: int, colour: bool) -> Iterator[str]:
     width = max(len(by), 14, *(len(name) for name in names))
     head = f"{by:<{width}} {'calls':>6} {columns.unit + '/token':>9} {'share':>6}"
     head += f" {'GB/s':>7} {'GFLOP/s':>9}"
-    yield _dim(head + (f" {'roofline':>8} {'headroom':>9}" if limits else ""), colour)
+    yield dim(head + (f" {'roofline':>8} {'headroom':>9}" if limits else ""), colour)
     for name in names:
         yield f"{escape_control(name):<{width}} {columns.row(sums[name])}"
     if rest:
@@ -111,7 +111,7 @@ def _heading(phase: Phase, columns: _Columns, colour: bool) -> str:
     heading = f"{phase.name}: {phase.tokens} tokens, {phase.speed}"
     each = phase.speed.token_ns / columns.ns
     heading += f", {each:.3f} {columns.unit}/token; profiling overhead {phase.overhead:+.1%}"
-    return f"{_BOLD}{heading}{_PLAIN}" if colour else heading
+    return bold(heading, colour)
 
 
 class _Columns:
@@ -158,11 +158,16 @@ def _accounting_rows(
     accounting: TimeAccounting, width: int, columns: _Columns, colour: bool
 ) -> Iterator[str]:
     """Yield the rows that complete the ops to the wall time."""
-    yield _dim(f"{'all ops':<{width}} {'':>6} {columns.part(accounting.ops)}", colour)
+    yield dim(f"{'all ops':<{width}} {'':>6} {columns.part(accounting.ops)}", colour)
     for name in ("copies", "gaps", "host", "unattributed"):
-        yield _dim(f"{name:<{width}} {'':>6} {columns.part(getattr(accounting, name))}", colour)
-    yield _dim(f"{'wall':<{width}} {'':>6} {columns.part(accounting.wall)}", colour)
+        yield dim(f"{name:<{width}} {'':>6} {columns.part(getattr(accounting, name))}", colour)
+    yield dim(f"{'wall':<{width}} {'':>6} {columns.part(accounting.wall)}", colour)
 
 
-def _dim(line: str, colour: bool) -> str:
+def dim(line: str, colour: bool) -> str:
     return f"{_DIM}{line}{_PLAIN}" if colour else line
+
+
+def bold(line: str, colour: bool) -> str:
+    """Return the line, in bold if ``colour``."""
+    return f"{_BOLD}{line}{_PLAIN}" if colour else line

@@ -10,7 +10,8 @@ from graphllm.backends.cuda.runtime import source
 from graphllm.backends.cuda.runtime.arguments import ArgumentStruct
 
 STRUCTS = (
-    ("attention.cuh", "Attention"), ("formats.cuh", "Planes"), ("copy.cu", "Shape"),
+    ("attention.cuh", "Attention"), ("common.cuh", "BlockSample"),
+    ("formats.cuh", "Planes"), ("copy.cu", "Shape"),
     ("experts.cuh", "Experts"), ("experts.cuh", "Group"), ("kv_cache.cu", "Heads"),
     ("kv_cache.cuh", "Pool"), ("matrices.cuh", "Matrices"), ("matrices.cuh", "Matrix"),
     ("penalties.cu", "Penalties"), ("quantize.cuh", "Target"), ("quantize.cuh", "Targets"),

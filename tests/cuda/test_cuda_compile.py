@@ -144,12 +144,22 @@ def test_timed_builds_compile_without_spills(made):
 
 @pytest.mark.nvrtc
 def test_only_timed_builds_read_the_clock():
-    """In the PTX of one module of each file."""
+    """In the PTX of one module of each file. To time blocks as well, kernels read it twice more."""
     for made in sampled_timed_builds()[::2]:
         plain = source.Module(made.file, made.defines[:-1])
         assert source.timed_build(plain) == made
-        texts = [source.compile_module(each, "compute_90").code for each in (plain, made)]
-        assert [b"globaltimer" in text for text in texts] == [False, True], made
+        builds = plain, made, source.block_timed_build(plain)
+        texts = [source.compile_module(each, "compute_90").code for each in builds]
+        reads = [text.count(b"globaltimer") for text in texts]
+        kernels = texts[0].count(b".entry")
+        assert reads[0] == 0 < reads[1] and reads[2] >= reads[1] + 2 * kernels, made
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("file", ["gemv.cu", "attention_decode.cu", "norm_router.cu", "gemm.cu"])
+def test_builds_that_time_blocks_compile_without_spills(file):
+    made = next(each for each in source.MODULES if each.file == file)
+    assert not spills(source.compile_module(source.block_timed_build(made), "sm_90a").log)
 
 
 def test_every_kernel_of_a_step_can_be_timed():

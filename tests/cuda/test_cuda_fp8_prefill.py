@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import graphllm
 from graphllm import ops
 from graphllm.api import LLM
 from graphllm.backends import Options
+from graphllm.backends.cuda import BACKEND
 from graphllm.backends.cuda.kernels.e4m3_copy import PACK_WITH_COPY
 from graphllm.backends.cuda.kernels.matrices import MAX_TOKENS
 from graphllm.backends.cuda.runtime.work import Launch
@@ -26,8 +28,9 @@ from graphllm.errors import PlacementError, RequestError
 from graphllm.formats.activations import F8_ROW, dequantise_act, quantise_act
 from graphllm.graph.dtype import dtype
 from graphllm.graph.tensor import WEIGHT, Var, feed, weight
-from graphllm.loading.load import build_decoder
+from graphllm.loading.load import build_decoder, memory_left
 from graphllm.model.decoder import Limits
+from graphllm.profiler.planner import Planner
 from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
@@ -67,6 +70,24 @@ def test_only_steps_of_many_tokens_multiply_e4m3(kind, paper):
     assert all(len(forms) == 1 for forms in packs.values()), packs
 
 
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
+def test_other_generations_multiply_the_copies_with_mma(capability, paper):
+    device = paper(capability, FP8)
+    file = Empty(replace(SHAPES["llama-1b"], layers=2, vocab=512), "q8_0")
+    settings = {"backends": ("cuda",), "options": FP8}
+    llm = LLM(file, build_decoder(file), settings, Limits(tokens=512))
+    llm.executor.bind(llm.engine.plan(["ids.filtered"], 512))
+    launches = [w for _, work in device.built for part in work for w in part]
+    files = {w.function.module.file for w in launches if isinstance(w, Launch)}
+    assert "small_batch.cu" in files and not files & E4M3
+
+
+def test_the_plan_of_a_short_prompt_is_for_many_tokens():
+    """So it multiplies the copies, however short the prompt is."""
+    assert Limits().plan_tokens(1) > MAX_TOKENS
+    assert Limits(tokens=2048).plan_tokens(20) > MAX_TOKENS
+
+
 def test_a_site_without_a_copy_is_as_before(paper):
     """A router, few rows, float32, rows of logits, and a depth that is no multiple of 32."""
     paper((9, 0), FP8)
@@ -88,7 +109,7 @@ def test_a_site_without_a_copy_is_as_before(paper):
 
 def test_refusals(tmp_path):
     for device in ("cpu", "reference"):
-        with pytest.raises(PlacementError, match=r"prefill = 'fp8' needs a GPU of CUDA"):
+        with pytest.raises(PlacementError, match=r"'fp8' needs .* capability 8\.9 or newer"):
             graphllm.load("demo", device=device, prefill="fp8")
     with pytest.raises(RequestError, match="prefill = 'fp4'"):
         graphllm.load("demo", prefill="fp4")
@@ -104,6 +125,38 @@ def test_a_plan_counts_the_copies(tmp_path):
     elements = sum(math.prod(file.info(n).shape) for n in names if len(file.info(n).shape) == 2)
     added = fp8.memory["cuda:0"].weights - plain.memory["cuda:0"].weights
     assert elements < added < 1.01 * elements
+
+
+@pytest.mark.parametrize("shape", ["llama-1b", "llama-8b", "qwen3-30b-a3b", "gpt-oss-20b"])
+def test_the_memory_left_counts_the_copies_that_are_made(shape):
+    """As a plan does: none of the embedding, the head, routers and experts."""
+    file = RandomCheckpoint(replace(SHAPES[shape], layers=2, vocab=8192), "q8_0")
+    decoder = build_decoder(file)
+    left, weights = [], []
+    for kind in ("auto", "fp8"):
+        planner = Planner(decoder.weights, "cuda", Options(prefill=kind), 1 << 40)
+        left.append(memory_left(decoder, planner))
+        plan = graphllm.dry_run(file, device="cuda", prefill=kind)
+        weights.append(plan.memory["cuda:0"].weights)
+    assert left[0] - left[1] == pytest.approx(weights[1] - weights[0], rel=2e-3)
+    matrices = [decoder.weights.meta(n) for n in decoder.weights.names()]
+    every = sum(m.size for m in matrices if m is not None and m.ndim == 2)
+    assert 0 < left[0] - left[1] < 0.99 * every
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+def test_a_gpu_below_8_9_is_refused(capability, monkeypatch):
+    made = SimpleNamespace(gpu=SimpleNamespace(capability=capability))
+    path = "graphllm.backends.cuda.runtime.device.CudaDevice"
+    monkeypatch.setattr(path, lambda options: made)
+    if capability >= (8, 9):
+        assert BACKEND.open_device(FP8) is made
+        return
+    own = ".".join(map(str, capability))
+    with pytest.raises(PlacementError) as error:
+        BACKEND.open_device(FP8)
+    assert str(error.value) == f"prefill = 'fp8' needs compute capability 8.9; the GPU has {own}"
+    assert BACKEND.open_device(Options()) is made
 
 
 def test_determinism_excludes_it(paper):

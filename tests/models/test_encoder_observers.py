@@ -65,6 +65,8 @@ def test_a_profile_of_an_encoder_counts_real_tokens(bert):
         for wrong, text in (([[131]], "token id 131"), ([[]], "no tokens")):
             with pytest.raises(RequestError, match=text):
                 model.profile(wrong)
+        with pytest.raises(RequestError, match="ramps = True needs a GPU of CUDA"):
+            model.profile(TEXTS, 1, ramps=True)
 
 
 @pytest.mark.parametrize("load", [[], ["--load", "rate=1,prompt=2,output=1", "--url", "http://a"]])

@@ -85,6 +85,7 @@ def _load() -> None:
 
 
 BACKEND = Backend("cuda", _probe, _open, _wanted, "cuda:0", _measure, _load)
+BACKEND.block_times = True
 # Tensor cores and cuBLASLt multiply f16 or bf16, so products of many tokens round their activations
 # and dequantized weights to these types.
 BACKEND.half_tolerance = {

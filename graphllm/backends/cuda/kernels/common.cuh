@@ -32,6 +32,17 @@ struct Timestamps {
     u64 start, ready, end;
 };
 
+// When a thread block started and ended.
+struct BlockTimes {
+    u64 start, end;
+};
+
+// One in `every` blocks of a launch records its times, in order, from `to` on.
+struct BlockSample {
+    BlockTimes* to;
+    u32 every;
+};
+
 __device__ __forceinline__ u64 clock_ns() {
     u64 t;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
@@ -40,7 +51,8 @@ __device__ __forceinline__ u64 clock_ns() {
 
 // In the timed build the last parameter of each kernel points at the timestamps of its step. `start`
 // and `ready` are recorded by the first block, `end` by the last thread 0 of a block. Kernels overlap
-// as in the plain build, which contains none of this.
+// as in the plain build, which contains none of this. With BLOCK_TIMES, one more parameter says where blocks
+// record their own times.
 #if TIMED_BUILD
 __shared__ Timestamps* timestamps_of_step;  // set by the first thread only
 
@@ -57,8 +69,26 @@ struct TimestampScope {
         if (threadIdx.x == 0) atomicMax(&to->end, clock_ns());
     }
 };
+#if BLOCK_TIMES
+struct BlockScope {
+    const BlockSample& sample;  // the kernel's parameter, so that no register is taken meanwhile
+    __device__ __forceinline__ BlockTimes* entry() const {
+        const u32 block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+        return threadIdx.x || block % sample.every ? nullptr : sample.to + block / sample.every;
+    }
+    __device__ __forceinline__ BlockScope(const BlockSample& from) : sample(from) {
+        if (BlockTimes* to = entry()) to->start = clock_ns();
+    }
+    __device__ __forceinline__ ~BlockScope() {
+        if (BlockTimes* to = entry()) to->end = clock_ns();
+    }
+};
+#define TIMESTAMPS , Timestamps *timestamps, BlockSample block_sample
+#define RECORD_TIMESTAMPS TimestampScope timestamp_scope(timestamps); BlockScope block_scope(block_sample);
+#else
 #define TIMESTAMPS , Timestamps* timestamps
 #define RECORD_TIMESTAMPS TimestampScope timestamp_scope(timestamps);
+#endif
 #define RECORD_READY if (first_thread()) atomicMin(&timestamps_of_step->ready, clock_ns());
 #else
 #define TIMESTAMPS

@@ -42,14 +42,17 @@ def has_copy(x: Tensor | None, w: Tensor | None, options: Options) -> bool:
     """Whether the weight of a linear has a copy: by its site alone, at any number of tokens."""
     if options.prefill != "fp8" or options.deterministic or x is None or w is None:
         return False
-    if w.op != WEIGHT or w.dtype.name not in COPIED or len(w.shape) != 2:
-        return False
-    if w.name.endswith(_ROUTERS):
-        return False
-    rows, depth = w.meta.bound().shape
     tokens = isinstance(x.meta.rows, Var) and x.meta.rows.name == _TOKENS
-    assert isinstance(rows, int) and isinstance(depth, int)
-    return tokens and rows >= _MIN_ROWS and rows % _MULTIPLE == depth % _MULTIPLE == 0
+    return tokens and w.op == WEIGHT and copy_nbytes(w.name, w.meta.bound()) > 0
+
+
+def copy_nbytes(name: str, meta: Meta) -> int:
+    """Bytes of the copy of a weight of linears of tokens; 0 if it has none."""
+    if meta.dtype.name not in COPIED or meta.ndim != 2 or name.endswith(_ROUTERS):
+        return 0
+    rows, depth = (int(n) for n in meta.shape)  # type: ignore[arg-type]
+    fits = rows >= _MIN_ROWS and rows % _MULTIPLE == depth % _MULTIPLE == 0
+    return packed_nbytes(_copy_meta(meta)) if fits else 0
 
 
 def wants_e4m3(x: Tensor, w: Tensor, options: Options) -> bool:

@@ -12,9 +12,10 @@ from cupy.cuda import Graph
 
 from ....graph.tensor import Dim
 from ... import Header, TimestampLog
+from .block_times import BlockTable
 from .launch import Gpu, LiveHeader
 from .memory import Buffer, allocating
-from .source import SUPPORT, Function, timed_build
+from .source import SUPPORT, Function, block_timed_build, timed_build
 from .timestamps import TIMESTAMPS, ends_and_starts
 from .work import HostCall, Launch, Work
 
@@ -125,36 +126,48 @@ class TimedSequence:
     """Steps in their timed build, whose kernels record when their step started and ended.
 
     The timestamps of a run go to a ring in device memory, so timed runs are replayed, overlap and
-    run ahead of the host as others do.
+    run ahead of the host as others do. The times of thread blocks (``blocks``) are those of one
+    run, which ends before the next one begins.
     """
 
     RING_SIZE = 256  # runs whose timestamps are kept until they are read
 
     def __init__(
-        self, gpu: Gpu, work: Sequence[Sequence[Work]], live: LiveValue, load: Load
+        self, gpu: Gpu, work: Sequence[Sequence[Work]], live: LiveValue, load: Load, blocks: bool
     ) -> None:
         self._gpu, self._steps = gpu, len(work)
+        self._table = BlockTable(work) if blocks else None
+        self._blocks = Buffer(self._table.nbytes, gpu.stream) if self._table else None
+        self._ring_size = 1 if blocks else self.RING_SIZE
         size = TIMESTAMPS.itemsize * (len(work) + 1)  # of each step, and of the start of the run
         self._times, self._count = Buffer(size, gpu.stream), Buffer(8, gpu.stream)
-        self._ring = Buffer(size * self.RING_SIZE, gpu.stream)
+        self._ring = Buffer(size * self._ring_size, gpu.stream)
         self._log, self._read, self._runs = TimestampLog(), 0, 0
-        own = [self._timestamped(w, i) for i, part in enumerate(work, 1) for w in part]
+        own = [
+            self._timestamped(each, step, index)
+            for step, part in enumerate(work)
+            for index, each in enumerate(part)
+        ]
         load([w.function for w, *_ in own if isinstance(w, Launch)])
         times = self._times.address
         begin = self._support("begin_timestamps", times, len(work), threads=_THREADS)
         keep = self._support(
-            "keep_timestamps", times, len(work), self._ring.address, self.RING_SIZE,
+            "keep_timestamps", times, len(work), self._ring.address, self._ring_size,
             self._count.address, threads=_THREADS,
         )  # fmt: skip
         self.sequence = LaunchSequence(gpu, [begin, *(w for each in own for w in each), keep], live)
 
-    def _timestamped(self, work: Work, step: int) -> list[Work]:
-        """A step's work, which records its timestamps."""
-        place = self._times.address + TIMESTAMPS.itemsize * step
+    def _timestamped(self, work: Work, step: int, index: int) -> list[Work]:
+        """Work ``index`` of a step, which records its timestamps."""
+        place = self._times.address + TIMESTAMPS.itemsize * (step + 1)
         if isinstance(work, HostCall):
             return [work, self._support("record_end", place)]
-        function = Function(timed_build(work.function.module), work.function.name)
-        return [replace(work, function=function, args=(*work.args, place))]
+        build, args = timed_build, (*work.args, place)
+        entries = self._table.find(step, index) if self._table else None
+        if entries is not None and self._blocks is not None:
+            build, args = block_timed_build, (*args, entries.argument(self._blocks.address))
+        function = Function(build(work.function.module), work.function.name)
+        return [replace(work, function=function, args=args)]
 
     @staticmethod
     def _support(name: str, *args: int, threads: int = 1) -> Launch:
@@ -162,7 +175,7 @@ class TimedSequence:
 
     def recording_to(self, log: TimestampLog) -> Callable[[], None]:
         """The function that runs the steps once and records their times in ``log``."""
-        if log is not self._log or self._runs - self._read == self.RING_SIZE:
+        if log is not self._log or self._runs - self._read == self._ring_size:
             self._collect()
             self._log, log.collect = log, self._collect
         return self._run
@@ -176,11 +189,13 @@ class TimedSequence:
         if self._read == self._runs:
             return
         self._gpu.use()
-        recorded = self._ring[:].view(TIMESTAMPS).reshape(self.RING_SIZE, self._steps + 1)
+        recorded = self._ring[:].view(TIMESTAMPS).reshape(self._ring_size, self._steps + 1)
         offset = self._gpu.clock_offset()
         for run in range(self._read, self._runs):
-            ends, starts = ends_and_starts(recorded[run % self.RING_SIZE])
+            ends, starts = ends_and_starts(recorded[run % self._ring_size])
             self._log.runs.append((ends + offset, starts + offset))
+        if self._table and self._blocks and self._log.blocks is not None:
+            self._log.blocks.append(self._table.read(self._blocks[:], offset))
         self._read = self._runs
 
 
@@ -210,7 +225,7 @@ class Segment:
         self._gpu, self._work, self._header, self._on_device = gpu, work, header, on_device
         self._throttled, self._load, self._keep = throttled, load, keep
         self._plain = LaunchSequence(gpu, [w for part in work for w in part], header.live)
-        self._timed: TimedSequence | None = None
+        self._timed: dict[bool, TimedSequence] = {}  # by whether blocks are timed, too
 
     @property
     def submissions(self) -> int:
@@ -225,7 +240,7 @@ class Segment:
     @property
     def timed(self) -> TimedSequence | None:
         """The timed build of the steps, once a run has been timed."""
-        return self._timed
+        return self._timed.get(False)
 
     @property
     def replays(self) -> bool:
@@ -233,15 +248,24 @@ class Segment:
         return self._plain.replayed
 
     def run(self, log: TimestampLog | None) -> None:
-        """Enqueue all steps; with a ``log``, in their timed build."""
+        """Enqueue all steps; with a ``log``, in the timed build that records what it has."""
         self._gpu.use()
         values = self._on_device()
         if values is not None:
             values.update()
-        if log is not None and self._timed is None:
-            self._timed = TimedSequence(self._gpu, self._work, self._header.live, self._load)
-        run = self._plain if log is None or self._timed is None else self._timed.recording_to(log)
+        run = (
+            self._plain
+            if log is None
+            else self._timed_build(log.blocks is not None).recording_to(log)
+        )
         if self._throttled:
             self._gpu.run_throttled(run)
         else:
             run()
+
+    def _timed_build(self, blocks: bool) -> TimedSequence:
+        if blocks not in self._timed:
+            self._timed[blocks] = TimedSequence(
+                self._gpu, self._work, self._header.live, self._load, blocks
+            )
+        return self._timed[blocks]

@@ -73,6 +73,11 @@ def timed_build(made: Module) -> Module:
     return Module(made.file, (*made.defines, ("TIMED_BUILD", "1")))
 
 
+def block_timed_build(made: Module) -> Module:
+    """The timed build whose thread blocks record their times, too."""
+    return Module(made.file, (*timed_build(made).defines, ("BLOCK_TIMES", "1")))
+
+
 @dataclass(frozen=True)
 class Image:
     """Machine code (PTX for a device newer than the compiler) and the assembler's report."""
