@@ -162,13 +162,14 @@ def server(model: str, sequences: int, threads: int, device: str) -> Iterator[tu
                "--parallel", str(sequences), "-c", "512", "--device", device]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stderr is not None
-        port = None
+        port, lines = None, list[str]()
         for line in process.stderr:
+            lines.append(line)
             if found := re.search(r"http://[^ :]+:(\d+)", line):
                 port = int(found[1])
                 break
         if port is None:
-            raise SystemExit("error: the server did not start")
+            raise SystemExit(f"error: the server did not start: {''.join(lines[-5:])}")
         try:
             yield port, process.pid
         finally:

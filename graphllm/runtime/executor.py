@@ -382,15 +382,13 @@ class Executor:
     def _feed(self, plan: Plan, feeds: Mapping[str, Any], env: dict[str, int]) -> dict[str, int]:
         """Copy the feeds that ``plan`` reads into their buffers; return the values of its Vars."""
         used = {}
-        for name, data in feeds.items():
-            if name not in plan.leaves:
-                continue
+        for name in (each for each in feeds if each in plan.leaves):
             meta = plan.leaves[name].meta
-            data = used[name] = converted(f"feed {name!r}", data, meta.dtype)
-            shape: tuple[Any, ...] = meta.shape
-            if isinstance(meta.rows, Var) and data.ndim:
-                shape = env.setdefault(meta.rows.name, len(data)), *meta.inner
-            if data.shape != shape and not fits(data, meta.at(env)):
+            data = used[name] = converted(f"feed {name!r}", feeds[name], meta.dtype)
+            rows = meta.rows
+            if isinstance(rows, Var) and data.ndim:
+                rows = env.setdefault(rows.name, len(data))
+            if data.shape != (rows, *meta.inner) and not fits(data, meta.at(env)):
                 raise GraphError(f"feed {name!r} is {data.shape}, not {meta.at(env).shape}")
         for name, var in plan.vars.items():
             if not var.lo <= env.get(name, -1) <= var.hi:

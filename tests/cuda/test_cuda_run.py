@@ -178,3 +178,30 @@ def test_runs_without_times_use_the_plain_build(ahead):
     assert segment.timed is None
     work = [w for part in segment.work for w in part]
     assert not any("TIMED_BUILD" in str(w.function.module) for w in work)
+
+
+@pytest.mark.parametrize("staging_bytes", [None, 200_000])
+def test_many_arrays_are_sent_at_once(staging_bytes, monkeypatch):
+    """Small ones by a kernel, large ones and those at odd addresses alone; nothing else changes."""
+    from graphllm.backends.cuda.runtime import staging
+
+    if staging_bytes is not None:  # so that the two buffers are swapped
+        monkeypatch.setattr(staging, "_STAGING_BYTES", staging_bytes)
+    device = BACKEND.open_device(Options())
+    stager, rng = staging.Stager(device.gpu), np.random.default_rng(5)
+    sizes = [0, 1, 3, 4, 15, 16, 17, 100, 4095, 65_535, 65_536, 65_537, 150_000, *range(20, 60)]
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end + (7 if size == 33 else 0))
+        end += -(-size // 16) * 16 + 32
+    target, want = device.alloc(end), np.zeros(end, np.uint8)
+    for count in (len(sizes), 1, 2, 33):
+        parts = []
+        for size, offset in zip(sizes[-count:], offsets[-count:]):
+            data = rng.integers(0, 256, size, np.uint8)
+            want[offset : offset + size] = data
+            parts.append((data, target.address + offset))
+        stager.send_all(parts)
+        for data, _ in parts:
+            data[:] = 0  # the caller may change them at once
+    assert (target[:] == want).all()

@@ -6,8 +6,8 @@ Only this package imports CuPy.
 - `runtime/source.py`: compilation and the cache of machine code.
 - `runtime/device.py`: the device and kernel contexts; `runtime/work.py`: launches.
 - `runtime/dependencies.py`: which operands a kernel may read before its predecessors complete.
-- `runtime/segment.py`, `runtime/launch.py`, `runtime/memory.py`: CUDA graphs and driver calls;
-  imported when a device is opened.
+- `runtime/segment.py`, `runtime/launch.py`, `runtime/memory.py`, `runtime/staging.py`: CUDA graphs,
+  driver calls and transfers; imported when a device is opened.
 """
 
 from __future__ import annotations
