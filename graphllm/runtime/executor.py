@@ -347,9 +347,9 @@ class Executor:
         """Return a loop that runs ``plan`` repeatedly and returns outputs of each run.
 
         The loop is valid while the Vars and the bound buffers stay the same, and until the plan's
-        next loop is made. If the plan is one
-        segment and the device supports it, a run may be launched before the previous run's output
-        is read; `set_state` takes effect in order with launches.
+        next loop is made. If the plan is one segment and the device supports it, a run may be
+        launched before the previous run's output is read; `set_state` takes effect in order with
+        launches.
 
         Args:
             plan: a plan of this executor.

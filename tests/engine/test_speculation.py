@@ -12,8 +12,10 @@ from predicted_answers import predict_answers, speculate
 from request_runs import answer, collect, ids_of, requests, run_at_random
 
 import graphllm
-from graphllm.engine.generation import Generation
+from graphllm.engine.completion import Sampled
+from graphllm.engine.generation import Delivery, Generation
 from graphllm.engine.prompt_lookup import PromptLookup
+from graphllm.engine.request import Sampling
 from graphllm.engine.speculation import Speculation
 from graphllm.engine.step_times import StepTimes
 from graphllm.errors import RequestError
@@ -58,6 +60,30 @@ def test_random_requests_get_what_they_get_without_drafts(path, backend, fixed, 
     own = engine.batcher.speculation
     assert min(own.accepted, own.rejected) > 5 or not fixed
     assert set(engine.manager.held.values()) == {0}
+
+
+def test_the_next_step_is_launched_before_results_are_delivered(path, monkeypatch):
+    sampling = Sampling(temperature=0.7, max_tokens=40, seed=3)
+    prompt = [5, 9, 30, 31, 32, 33]
+    single = windowed_model.make_engine(path)
+    want = answer(single, prompt, sampling)
+    predict_answers(monkeypatch, [(prompt, sampling)], [want])
+    engine, launched = speculating(path), []
+
+    def listener(last: bool) -> None:
+        launched.append(engine.batcher.runner.waiting)
+
+    generation = engine.submit(prompt, sampling, (), delivery=Delivery(listener=listener))
+    ids = []
+    while not generation.done:
+        engine.step()
+        assert generation.delivered == generation.count - generation.undelivered
+        ids += [event.token for event in generation.events if isinstance(event, Sampled)]
+        generation.events.clear()
+    assert [token for token in ids if token is not None] == ids_of(want)
+    assert generation.accepted > 5 and sum(launched) > len(launched) // 2
+    assert engine.batcher.runner.waiting == 0 and generation.undelivered == 0
+    assert not engine.step() and set(engine.manager.held.values()) == {0}
 
 
 @pytest.mark.parametrize("where", ["take", "accept", "complete", "push"])
