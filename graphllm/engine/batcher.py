@@ -119,21 +119,16 @@ class Batcher:
                 return True
             if self.speculation is not None:
                 chunks = self.speculation.extend(chunks, rows)
-            if _has_drafts(chunks):
-                self._launch_drafts(chunks, rows, decode)
-            else:
-                self.runner.decode(chunks, rows, decode)
-                self._launched.append(chunks)
+            self._launch(chunks, rows, decode)
         elif not _has_drafts(self._launched[0]):
             self._began = time.perf_counter()
         self._finish_decode(decode)
         return True
 
-    def _launch_drafts(
-        self, chunks: list[Chunk], rows: Sequence[Row], recorder: StepRecorder | None
-    ) -> None:
-        assert self.speculation is not None
-        self.runner.decode(*self.speculation.split(chunks, rows), recorder)
+    def _launch(self, chunks: list[Chunk], rows: list[Row], recorder: StepRecorder | None) -> None:
+        """Launch a decode step, whose draft tokens have rows of their own."""
+        own = (chunks, rows) if self.speculation is None else self.speculation.split(chunks, rows)
+        self.runner.decode(*own, recorder)
         self._launched.append(chunks)
 
     def _start(self, chunks: Sequence[Chunk]) -> list[Row]:
@@ -259,7 +254,7 @@ class Batcher:
         assert self.speculation is not None
         following = self.speculation.extend(following, [*rows])
         if _has_drafts(following):
-            self._launch_drafts(following, [*rows], recorder)
+            self._launch(following, [*rows], recorder)
 
     def _following(self, chunks: Sequence[Chunk]) -> list[Chunk] | None:
         """Return the decode step after ``chunks`` if it is known to be that of the same batch."""

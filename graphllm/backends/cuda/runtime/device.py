@@ -149,6 +149,7 @@ class CudaDevice:
         self.gpu.use()
         parts = []
         for operand, data in values:
+            assert operand.meta.contiguous, operand.meta
             raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
             if pool_layout.scales_are_apart(operand.meta):
                 raw = pool_layout.to_gpu(operand.meta, raw)
