@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,9 +43,10 @@ def hide_folder(path: Path) -> None:
 
 
 def _without_folders(text: str) -> str:
-    for folder in _hidden:
-        text = text.replace(folder, "")
-    return text
+    # The longest first, as a nested folder begins with the name of its parent; and only where a
+    # path begins, as another path may hold the same names.
+    folders = "|".join(map(re.escape, sorted(_hidden, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w.-])(?:{folders})", "", text) if folders else text
 
 
 class ApiError(Exception):
