@@ -14,7 +14,7 @@ from graphllm.server.errors import api_error, hide_folder
 FOLDERS = ("/data", "/data/own models", "/data/own models/small", "/srv")
 
 
-@pytest.mark.parametrize("order", permutations(FOLDERS))
+@pytest.mark.parametrize("order", list(permutations(FOLDERS)))
 def test_folders_of_models_are_hidden(monkeypatch, order):
     """Nested folders too, whichever was served first."""
     monkeypatch.setattr(errors, "_hidden", set())
