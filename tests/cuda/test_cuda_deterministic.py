@@ -60,6 +60,23 @@ def test_one_kernel_multiplies_any_number_of_tokens(kind, depth, capability, pap
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("width", [256, 320, 768, 1024])
+def test_one_kernel_normalizes_any_number_of_tokens(width, paper):
+    """No GPU is needed. Kernels for rows of several units add their squares in another order."""
+    device, found = paper((9, 0), SAME), set()
+    w, b, m = weight("w", (width,), "f32"), weight("b", (width,), "f32"), (192, width)
+    weights = {"w": np.ones(width, np.float32), "b": np.ones(width, np.float32),
+               "m": np.ones(m, np.float16)}  # fmt: skip
+    for most in TOKENS:
+        executor = Executor(Arrays(weights), ("cuda",), SAME)
+        x = feed("x", (Var("T", 1, most), width), "f32")
+        y = ops.linear(ops.layer_norm(x, w, b, eps=1e-5), weight("m", m, "f16"))
+        executor.bind(executor.compile({"y": y}))
+        (_, work) = device.built[-1]
+        found.add(work[0][0].function.name)
+    assert len(found) == 1 or (width == 256 and len(found) == 2)
+
+
 def test_an_old_gpu_is_refused(monkeypatch):
     from graphllm.backends.cuda.runtime import device
 

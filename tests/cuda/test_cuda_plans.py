@@ -21,6 +21,7 @@ from graphllm.api import LLM
 from graphllm.backends import Kernel, Options
 from graphllm.backends.cuda import BACKEND, MIN_CAPABILITY
 from graphllm.backends.cuda.runtime import source
+from graphllm.backends.cuda.runtime.work import Launch, max_shared
 from graphllm.checkpoints.model_shapes import MIX, SHAPES, TYPES
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.formats import WEIGHT_FORMATS
@@ -73,6 +74,39 @@ def test_models_use_known_modules_only(shape, capability, paper):
     unknown = {str(made) for made in device.modules - KNOWN}
     assert device.modules and not unknown
     assert any(map(needs_tensor_cores, device.modules)) == (capability >= (8, 0))
+
+
+@pytest.mark.parametrize("capability", [MIN_CAPABILITY, (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("shape", ["gemma3-1b", "mixtral-8x7b", "gpt-oss-20b"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_launches_have_the_shared_memory_of_the_gpu(shape, capability, deterministic, paper):
+    """Heads of 256, and experts in f16 and in blocks, at few and at many tokens."""
+    if deterministic and capability < (8, 0):
+        pytest.skip("refused")
+    device = paper(capability, Options(deterministic=deterministic))
+    cut = replace(SHAPES[shape], layers=2, vocab=512)
+    for kind in ("f16", MIX):
+        file = Empty(cut, kind)
+        options = {"backends": ("cuda",), "options": device.options}
+        llm = LLM(file, build_decoder(file), options, Limits(tokens=2048))
+        for tokens in (1, 16, 64, 2048):
+            llm.executor.bind(llm.engine.plan(["ids"], tokens))
+    launches = [w for _, work in device.built for part in work for w in part]
+    own = [w for w in launches if isinstance(w, Launch)]
+    assert own and max(w.shared for w in own) <= max_shared(capability)
+    assert not {str(made) for made in device.modules - KNOWN}
+
+
+@pytest.mark.parametrize("shape", [(151_936, 1024), (17_000_000,), (300, 7), (5,)])
+def test_grids_of_casts_are_legal(shape, paper):
+    device = paper((9, 0))
+    y = ops.cast(feed("x", shape, "f32"), dtype="f16")
+    executor = Executor(Arrays({}), ("cuda",))
+    executor.bind(executor.compile({"y": y}))
+    ((_, ((launch,),)),) = device.built
+    first, second = launch.grid
+    assert 0 < first < 1 << 31 and 0 < second < 1 << 16
+    assert first * second * math.prod(launch.block) >= math.prod(shape)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -22,7 +22,7 @@ from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext
 from ..runtime.pool_layout import scales_offset
 from ..runtime.source import Module, module
-from ..runtime.work import MOSTLY_CACHE, Launch, ceil
+from ..runtime.work import MOSTLY_CACHE, Launch, ceil, max_shared
 from .quantize import HALVES, has_row_scales, quantise, target, unit
 
 _ARGUMENT = ArgumentStruct("attention.cuh", "Attention")
@@ -88,7 +88,10 @@ def _fits_tensor_cores(node: Tensor) -> bool:
 
 
 def _on_tensor_cores(ctx: KernelContext) -> bool:
-    return bool(ctx.device.gpu.capability >= (8, 0)) and _fits_tensor_cores(ctx.node)
+    """Whether the tensor cores compute the step, in both kernels, so that their bits are equal."""
+    capability, (_, _, depth, _) = ctx.device.gpu.capability, _sizes(ctx.node)
+    fits = capability >= (8, 0) and _tile_nbytes(depth) <= max_shared(capability)
+    return fits and _fits_tensor_cores(ctx.node)
 
 
 def _can_split_kv(node: Tensor) -> bool:
@@ -240,6 +243,13 @@ def _decode(ctx: KernelContext, room: int, result: bytes, step: int) -> list[Lau
     return [attend, _merge(ctx, arg, rows, result, step)]
 
 
+def _tile_nbytes(depth: int) -> int:
+    """Bytes of the struct Tile of attention_tiled.cu."""
+    padded = depth + (0 if depth % 64 else 32)
+    nbytes = 2 * _TILE_KEYS * (padded + depth + 8) + 4 * _TILE_QUERIES * depth
+    return nbytes + 2 * padded * (_TILE_QUERIES if depth > 128 else 1)
+
+
 def _tiled(ctx: KernelContext, out: int, kind: int = 0) -> list[Launch]:
     """The tiled kernel. ``kind``: 0 for float32 results, else as in `HALVES`."""
     node = ctx.node
@@ -247,13 +257,10 @@ def _tiled(ctx: KernelContext, out: int, kind: int = 0) -> list[Launch]:
     if _decode_queries(node)[0] == _ALL:
         return []
     count = ceil(_max_tokens(node), _TILE_QUERIES) + _max_sequences(node)
-    padded = depth + (0 if depth % 64 else 32)
-    shared = 2 * _TILE_KEYS * (padded + depth + 8) + 4 * _TILE_QUERIES * depth
-    shared += 2 * padded * (_TILE_QUERIES if depth > 128 else 1)  # struct Tile
     kernel = _tiled_module(_kind(node), depth, _has_logit_bias(node))["attend"]
     arg = _argument(ctx, out, queries=_SEVERAL if _max_sequences(node) > 1 else _ALL)
     threads = 256 if depth > 128 else 128
-    return [Launch(kernel, (count, heads), (threads,), (arg, kind), shared)]
+    return [Launch(kernel, (count, heads), (threads,), (arg, kind), _tile_nbytes(depth))]
 
 
 def _generic(ctx: KernelContext, out: int) -> Launch:

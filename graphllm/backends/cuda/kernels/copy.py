@@ -19,6 +19,7 @@ from .elementwise import rows_grid
 _MODULE = module("copy")
 _SHAPE = ArgumentStruct("copy.cu", "Shape")
 _THREADS = 256
+_MAX_BLOCKS = 65535  # of a grid along its second axis
 _FLOATS = ("f32", "f16", "bf16")  # as `FloatKind` of copy.cu counts them
 _PLAIN = ("f32", "f16", "bf16", "i8", "i16", "i32", "i64", "f64")
 
@@ -39,7 +40,8 @@ def contiguous(ctx: KernelContext) -> Launch:
 def cast(ctx: KernelContext) -> Launch:
     x, out = ctx.x, ctx.out
     rows, width, stride = x.meta.rows, x.width, x.row_stride
-    if x.meta.contiguous and isinstance(rows, int):  # a vector's elements are its rows
+    flat = x.meta.contiguous and isinstance(rows, int) and rows * width <= _MAX_BLOCKS * _THREADS
+    if flat:  # a vector's elements are its rows
         rows, width, stride = 1, rows * width, 0
     kinds = _FLOATS.index(x.dtype.name), _FLOATS.index(out.dtype.name)
     args = (x.address, stride, out.address, ctx.live_address(rows), width, *kinds)

@@ -96,7 +96,7 @@ def _gemm_module(kind: DType, size: int, gated: bool = False, groups: bool = Fal
     return module(
         "experts_gemm", FORMAT=kind.name.upper(), PLAIN=int(plain), BFLOAT=int(kind == BF16),
         TOKENS=size, GATED=int(gated), WARPS=_gemm_warps(size, groups),
-        STAGES=_stages(size, plain, groups), WGMMA=int(groups),
+        STAGES=_stages(size, groups), WGMMA=int(groups),
     )  # fmt: skip
 
 
@@ -127,12 +127,13 @@ def _gemm_warps(size: int, groups: bool) -> int:
     return 8 if size < 64 or groups else 4
 
 
-def _stages(size: int, plain: bool, groups: bool) -> int:
+def _stages(size: int, groups: bool) -> int:
     """Stages of the depth in shared memory.
 
-    Two blocks must fit on a multiprocessor, and more stages gain nothing.
+    Two blocks must fit on a multiprocessor, and more stages gain nothing. Without ``groups``, a
+    block of many tokens must fit the 99 KB of capability 8.6.
     """
-    return 4 if size < 64 else 3 if plain or groups else 2
+    return 4 if size < 64 else 3 if groups else 2
 
 
 def register_modules() -> None:
@@ -216,7 +217,7 @@ def _small_groups(ctx: KernelContext, arg: bytes, ids: OperandRef | None, gated:
 
 def _shared_nbytes(size: int, plain: bool, groups: bool) -> int:
     """Bytes of the struct Shared of experts_gemm.cu, and of the padding in front of it."""
-    stages = _stages(size, plain, groups)
+    stages = _stages(size, groups)
     lines = _TILE_ROWS * (stages if plain else 2) + size * stages
     return 2 * (_TILE_DEPTH + (0 if groups else 8)) * lines + 4 * size + (1024 if groups else 0)
 

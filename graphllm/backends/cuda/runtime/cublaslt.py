@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ....errors import GraphllmError
 from ....graph.dtype import BF16, F16, F32, DType
@@ -197,10 +198,14 @@ class CublasLt:
             raise GraphllmError(f"cuBLASLt error {status} in the {what} for {p}")
 
 
-@cache
+_INSTANCES: WeakKeyDictionary[CudaDevice, CublasLt] = WeakKeyDictionary()
+
+
 def instance(device: CudaDevice) -> CublasLt:
     """The handle of ``device``, created at the first call."""
-    return CublasLt(device)
+    if device not in _INSTANCES:
+        _INSTANCES[device] = CublasLt(device)
+    return _INSTANCES[device]
 
 
 def matmul(device: CudaDevice, p: Matmul, tokens: int) -> None:

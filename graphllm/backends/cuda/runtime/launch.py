@@ -118,15 +118,17 @@ class LiveHeader:
         args = buffer.address, header.values.tobytes()
         launch = Launch(SUPPORT["set_header"], (1,), (1,), args, programmatic=False)
         self._send = gpu.prepare(launch)
-        self._sent = np.frombuffer(self._send.argument(1), np.int64)
+        self._sent, self._stale = np.frombuffer(self._send.argument(1), np.int64), False
         self._send()
 
     def update(self) -> None:
         """Send the values to the device if they have changed."""
         values = self.header.values
-        if (values != self._sent).any():
+        if self._stale or (values != self._sent).any():
+            self._stale = True  # until they are sent, also if that is interrupted
             self._sent[:] = values
             self._send()
+            self._stale = False
 
 
 class Gpu:

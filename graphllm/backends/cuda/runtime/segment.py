@@ -6,8 +6,10 @@ Imported when a device is opened.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 from cupy.cuda import Graph
 
 from ....graph.tensor import Dim
@@ -76,12 +78,16 @@ class ReplayedCalls:
     def _captured(self) -> Graph:
         stream = self._gpu.stream
         with allocating(f"a CUDA graph of {len(self._calls)} launches"):
-            stream.begin_capture()
             try:
+                stream.begin_capture()
                 for call in self._calls:
                     call()
-            finally:
                 graph = stream.end_capture()
+            except BaseException:  # an interrupt, too: later launches would only be captured
+                with suppress(Exception):  # the first error says why
+                    if stream.is_capturing():
+                        stream.end_capture()
+                raise
             graph.upload(stream)  # takes its memory now, not at the first launch
         return graph
 
@@ -182,7 +188,11 @@ class TimedSequence:
 
     def _run(self) -> None:
         self._runs += 1
-        self.sequence()
+        try:
+            self.sequence()
+        except BaseException:  # the device may have counted the run or not
+            self._read = self._runs = int(self._count[:].view(np.int64)[0])
+            raise
 
     def _collect(self) -> None:
         """Wait for the runs since the last call, and add their times to the log."""

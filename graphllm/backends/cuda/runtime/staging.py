@@ -106,8 +106,8 @@ class Stager:
     def _swap(self) -> None:
         """Continue in the other buffer once its last transfer has completed."""
         self._sent[self._half].record(self._stream)
+        self._sent[1 - self._half].synchronize()  # first: it may be interrupted
         self._half, self._used = 1 - self._half, 0
-        self._sent[self._half].synchronize()
 
 
 class _Scatter:

@@ -12,6 +12,14 @@ from .source import Function
 # An argument of a kernel: an address or an integer, a float32, or bytes (a struct by value).
 Arg = int | float | bytes
 
+# Bytes of shared memory of a thread block at most, by capability (CUDA C++ Programming Guide,
+# technical specifications); of major versions, unless a minor one is listed.
+_MAX_SHARED = {
+    (7,): 64 << 10, (8,): 99 << 10, (8, 0): 163 << 10, (8, 7): 163 << 10, (9,): 227 << 10,
+    (10,): 227 << 10, (11,): 227 << 10,
+}  # fmt: skip
+_LEAST_SHARED = 99 << 10  # of 12.0, and of later ones
+
 # `Launch.shared_percent` of kernels with many loads in flight, which need room in the L1 cache: 64
 # of the 256 KB of a multiprocessor of capability 9.0 are enough shared memory for them.
 MOSTLY_CACHE = 28
@@ -49,6 +57,11 @@ class Launch:
     triggers_after_wait: bool = False
     shared_percent: int = -1
     prefetches: Sequence[OperandRef] = ()
+
+
+def max_shared(capability: tuple[int, int]) -> int:
+    """Return the bytes of shared memory that a thread block can have on a GPU."""
+    return _MAX_SHARED.get(capability, _MAX_SHARED.get(capability[:1], _LEAST_SHARED))
 
 
 @dataclass(frozen=True)
