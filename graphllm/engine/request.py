@@ -280,12 +280,14 @@ class Sampling:
                 twice = " and ".join(n for n in arguments if ALIASES.get(n, n) == own)
                 raise RequestError(f"{twice} are the same argument: give one of them", own)
             found[own] = value
-        base = found.pop("sampling", None)
+        base, new = found.pop("sampling", None), found
         if base is None or isinstance(base, Mapping):
             base = cls.from_arguments(where, base) if base else cls()
-        if not isinstance(base, cls):
+        elif isinstance(base, cls):
+            new = vars(base) | found  # nothing has checked it
+        else:
             raise invalid_argument("sampling", base, "a graphllm.Sampling or a mapping")
-        made = cls(**check(_RULES, vars(base) | found))
+        made = replace(base, **check(_RULES, new))
         check_beams(vars(made), vars(cls()), found)
         return made
 

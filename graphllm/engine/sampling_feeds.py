@@ -95,7 +95,7 @@ def sampling_row(
         "seed": np.array([sampling.seed or 0], np.int64),
         "early_stop": _padded(eos_ids, limits.stops)[None],
         "bias_ids": _padded(list(bias), limits.biases)[None],
-        "bias": np.resize(np.array([*bias.values(), 0], np.float32), (1, limits.biases)),
+        "bias": _padded(list(bias.values()), limits.biases, 0.0, np.float32)[None],
         "allowed": _padded(sampling.allowed_ids, limits.allowed)[None],
     }
 
@@ -200,9 +200,13 @@ def _check_lengths(lengths: Mapping[str, tuple[int, int]]) -> None:
             raise RequestError(f"{name} has {length} token ids; at most {most} are supported")
 
 
-def _padded(ids: Sequence[int], width: int) -> np.ndarray:
-    """Return ``ids`` as i32 [width], filled with -1."""
-    return np.array([*ids, *[-1] * (width - len(ids))], np.int32)
+def _padded(
+    values: Sequence[float], width: int, fill: float = -1, kind: type = np.int32
+) -> np.ndarray:
+    """Return an array [width] that begins with ``values``."""
+    found = np.full(width, fill, kind)
+    found[: len(values)] = values
+    return found
 
 
 def _history_ring(row: Row, width: int) -> np.ndarray:
