@@ -134,9 +134,9 @@ class LoadedModel:
             raise invalid_argument("prompt", prompt, "a string")
         return self.tokenizer.encode(prompt, add_special=True)
 
-    def check_ids(self, ids: Iterable[int]) -> None:
-        """Raise RequestError if an id is not in the vocabulary."""
-        check_token_ids(ids, self.decoder.cfg.vocab)
+    def check_ids(self, ids: Iterable[int], name: str | None = None) -> None:
+        """Raise RequestError if an id is not in the vocabulary; ``name``: argument that has it."""
+        check_token_ids(ids, self.decoder.cfg.vocab, name)
 
     @classmethod
     def load(
