@@ -36,6 +36,7 @@ from .request_body import read_json
 from .served_model import ServedModel
 from .streaming import ClientDisconnected, EventStream, until_disconnect
 from .structured_fields import is_restricted
+from .template_variables import with_variables
 
 Value = TypeVar("Value")
 MAX_PENDING = 1024  # choices of all requests that run or wait; more are refused
@@ -204,8 +205,8 @@ class Completions:
 
         Args:
             values: fields as those of ``/v1/chat/completions``: ``messages``, ``tools``,
-                ``tool_choice``, ``parallel_tool_calls``, `structured_fields.FORMATS` and
-                ``reasoning_effort``; see `reasoning_variables` for
+                ``tool_choice``, ``parallel_tool_calls``, ``chat_template_kwargs``,
+                `structured_fields.FORMATS` and ``reasoning_effort``; see `reasoning_variables` for
                 ``reasoning_required``.
             names: see `Job`.
 
@@ -237,6 +238,7 @@ class Completions:
             variables |= reasoning_variables(
                 source, values.get("reasoning_effort"), values.get("reasoning_required", True)
             )
+            variables = with_variables(variables, values.get("chat_template_kwargs", {}))
             return tools, await asyncio.to_thread(partial(call, messages, **variables))
         except Exception as error:
             raise self._renamed(error, names) from None
