@@ -112,14 +112,27 @@ ADDS = "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>js
     (f"<|channel|>commentary<|message|>Now:<|end|>{ADDS}{{}}<|call|>", "", "Now:",
      [("add", "{}")]),
     ("<|channel|>commentary to=functions.rm<|message|>{}", "", "{}", []),
+    (' to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"a": 1}', "", "",
+     [("add", '{"a": 1}')]),
+    ("assistant<|channel|>analysis<|message|>Hm<|end|>\n<|start|>assistant to=functions.get_time"
+     "<|channel|>commentary<|message|>{}<|call|>", "Hm", "", [("get_time", "{}")]),
+    ("<|message|>a<|end|> tea", "", "a tea", []),
     ("plain <|text", "", "plain <|text", []),
+    ("Hello <|channel|>final<|message|>5", "", "Hello <|channel|>final<|message|>5", []),
+    ("assistant of" + " text" * 200 + "<|message|>a", "",
+     "assistant of" + " text" * 200 + "<|message|>a", []),
+    (" assist", "", " assist", []),
+    ("  ", "", "  ", []),
     ("<|channel|>anal", "", "", []),
+    (" to=functions.add<|channel|>comm", "", "", []),
     ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>fin", "a", "", []),
 ])  # fmt: skip
 def test_harmony(answer, reasoning, content, calls):
-    for pieces in ([answer], list(answer), [answer[:30], answer[30:]]):
+    """However the answer is split: at every character, and into single ones."""
+    splits = [[*answer], *([answer[:at], answer[at:]] for at in range(len(answer)))]
+    for *pieces, end in ([answer], *splits, *([*pieces, ""] for pieces in splits)):
         parser, shown, made = HarmonyParser(NAMES), ["", ""], dict[int, list[str]]()
-        found = [*(parser.push(piece, last=False) for piece in pieces), parser.push("", last=True)]
+        found = [*(parser.push(each, last=False) for each in pieces), parser.push(end, last=True)]
         for part in joined(found):
             if isinstance(part, Text):
                 shown[not part.reasoning] += part.text
@@ -127,6 +140,13 @@ def test_harmony(answer, reasoning, content, calls):
                 made.setdefault(part.index, [part.name, ""])[1] += part.arguments
         assert (shown, [*map(tuple, made.values())]) == ([reasoning, content], calls)
         assert parser.calls == len(calls)
+
+
+def test_a_header_of_harmony_is_bounded():
+    """Text that begins as a header does is passed on, before the answer ends."""
+    parser = HarmonyParser(NAMES)
+    found = joined(parser.push("assistant ", last=False) for _ in range(100))
+    assert "".join(part.text for part in found) == "assistant " * 100
 
 
 @pytest.mark.parametrize("form, answer, calls", [
