@@ -73,6 +73,13 @@ def parse(form: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str
     (LLAMA3, '{"name": "Ada", "age": 3}', '{"name": "Ada", "age": 3}', []),
     (LLAMA3, '{"name": "add", "arguments"', '{"name": "add", "arguments"', []),
     (LLAMA3, " plain { text }", " plain { text }", []),
+    (LLAMA3, f"{TWO} {{ ", " { ", [TIME]),
+    (MISTRAL, f"[{TWO}] a ", " a ", [TIME]),
+    (HERMES, f"<tool_call>{{{' ' * 100}{ONE[1:]}", "", [ADD]),
+    (HERMES, f'<tool_call>{{"name": "{"a" * 65}", "arguments": {{}}}}',
+     f'<tool_call>{{"name": "{"a" * 65}", "arguments": {{}}}}', []),
+    (HERMES, '<tool_call>{"name": "add", "name": 1, "arguments": {}}',
+     '<tool_call>{"name": "add", "name": 1, "arguments": {}}', []),
 ])  # fmt: skip
 def test_calls_and_text(form, answer, shown, calls):
     """However the answer is split into pieces."""
@@ -162,6 +169,29 @@ def test_time_is_linear(form, answer, calls):
     """Quadratic time would be minutes."""
     shown, _, count = parse(form, [answer])
     assert count == calls and shown == ("" if calls else answer)
+
+
+@pytest.mark.parametrize("form, begun, filler", [
+    (HERMES, "<tool_call>", "    "), (HERMES, "<tool_call>{", "    "), (HERMES, "", "    "),
+    (HERMES, '<tool_call>{"', "aaaa"), (HERMES, '<tool_call>{"name": "', "aaaa"),
+    (HERMES, f"<tool_call>{ONE}", "    "), (MISTRAL, "", "    "), (MISTRAL, f"[{TWO},", "    "),
+    (MISTRAL, f"[{TWO}]", "    "), (MISTRAL_NAMED, "add", "    "), (LLAMA3, "{", "    "),
+])  # fmt: skip
+def test_text_that_is_held_back_is_bounded(form, begun, filler):
+    """Otherwise each piece of an answer takes longer than the last one."""
+    parser = ToolCallParser(form, NAMES)
+    parser.push(begun)
+    shown = joined(parser.push(filler) for _ in range(400))
+    passed = "".join(part.text for part in shown if isinstance(part, Text))
+    assert passed.endswith(filler * 390) and shown[-1] == Text(filler)
+
+
+def test_leading_white_space_of_reasoning_is_bounded():
+    parser = ReasoningParser(begun=False)
+    found = [parser.push("    ") for _ in range(400)]
+    assert found[-1] == ("", "    ") and len("".join(text for _, text in found)) == 1600
+    whole = ReasoningParser(begun=False).push(" " * 1600 + "<think>", last=True)
+    assert whole == ("", " " * 1600 + "<think>")
 
 
 @pytest.mark.parametrize("message, parts", [
