@@ -288,6 +288,14 @@ class LoadedModel:
         """Whether the model file has a chat template."""
         return bool(self.file.chat_template)
 
+    @property
+    def template_file(self) -> Path | None:
+        """The file of the chat template; None for the model's own, or a built-in one."""
+        from ..chat.builtin_templates import TEMPLATES
+
+        choice = self._template_choice
+        return None if choice is None or str(choice) in TEMPLATES else Path(choice)
+
     # -- placement
     @property
     def device(self) -> str:

@@ -224,7 +224,10 @@ class Completions:
         self, values: Mapping[str, Any], names: Mapping[str, str], **variables: Any
     ) -> str:
         """Return the text of a chat's prompt; see `encode_chat`. ``variables``: of the template."""
-        render = partial(self.llm.template.render, **variables)
+
+        def render(messages: list[Any], **own: Any) -> str:
+            return self.llm.template.render(messages, **own, **variables)
+
         return (await self._with_template(values, names, render))[1]
 
     async def _with_template(
@@ -240,8 +243,8 @@ class Completions:
             )
             variables = with_variables(variables, values.get("chat_template_kwargs", {}))
             return tools, await asyncio.to_thread(partial(call, messages, **variables))
-        except Exception as error:
-            raise self._renamed(error, names) from None
+        except Exception as error:  # the server's template is no field of the request
+            raise self._renamed(error, {"chat_template": names["prompt"], **names}) from None
 
     def chat_job(
         self, chat: Chat, settings: Mapping[str, Any], answer: Answer, values: Mapping[str, Any],

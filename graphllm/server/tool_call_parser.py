@@ -122,8 +122,8 @@ class ToolCallParser:
         return at if found is None else found.end()
 
     # Each state consumes some of the rest, and returns whether another one goes on with it. It
-    # copies only what it consumes, and what it leaves for the next push is bounded, so that the time
-    # is linear in the length of an answer, however it is split.
+    # copies only what it consumes, and leaves a bounded part for the next push, so that the time is
+    # linear in the length of an answer, however it is split.
     def _text(self, last: bool) -> bool:
         """Text up to the beginning of a call. White space alone before a call is no text."""
         rest, marks = self._rest, self._marks
