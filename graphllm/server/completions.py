@@ -14,7 +14,6 @@ from starlette.types import ASGIApp
 
 from ..api.async_llm import AsyncLLM, AsyncRequest
 from ..engine.completion import Completion
-from ..errors import GraphllmError
 from .answers import Answer, ChatAnswer, Object, Piece
 from .bills import asks_bill, bill_field
 from .chat_text import ChatText, ToolUse, chat_messages, chat_text, tool_use
@@ -308,10 +307,10 @@ class Completions:
         self._pending -= job.choices
         for each in requests:
             each.handle.cancel()
-            failure: GraphllmError | None = None
+            failure: Exception | None = None
             try:
                 each.handle.poll()
-            except GraphllmError as error:  # the client gets it in its response
+            except Exception as error:  # the response has told the client
                 failure = error
             first, *others = each.completions
             first.alternatives = others
