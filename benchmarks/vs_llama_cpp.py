@@ -40,7 +40,7 @@ from graphllm.checkpoints.checkpoint import checkpoint_path
 from graphllm.cli.bench import BenchGrid, parse_numbers
 from graphllm.profiler.batch_bench import BatchTest, time_decode
 from graphllm.profiler.bench import GREEDY, Test, filler_prompts, filler_tokens, time_once
-from graphllm.profiler.engine_requests import finish, submit_all
+from graphllm.profiler.engine_requests import finish, submitted
 from graphllm.profiler.roofline import cpu_name
 
 
@@ -155,8 +155,8 @@ def time_sequences(llm: LLM, test: BatchTest, texts: list[list[int]]) -> int:
     """Return the nanoseconds that ``test.gen`` steps of all sequences take in graphllm."""
     engine = llm.engine
     with engine.lock.hold("a benchmark"):
-        first = submit_all(engine, texts, GREEDY, 1)
-        finish(engine, first)
+        with submitted(engine, texts, GREEDY, 1) as first:
+            finish(engine, first)
         return time_decode(engine, test, [each.sequence.tokens for each in first], GREEDY)
 
 

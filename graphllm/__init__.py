@@ -1,4 +1,4 @@
-"""Decoder language models as lazy graphs, with op-level placement and profiles.
+"""Language models as lazy graphs, with op-level placement and profiles.
 
 import graphllm
 llm = graphllm.load("model.gguf")

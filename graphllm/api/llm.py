@@ -44,9 +44,10 @@ class LLM(TextGenerator):
     """A model with its tokenizer, ready to run. Create it with `load`.
 
     Requests of several threads run as one batch, and each returns what it returns alone. A stream
-    that nobody consumes goes on while other requests run, up to its last token. A request from a
-    callback of a running request raises RequestError. `close`, or the end of a ``with`` block,
-    frees the memory; afterwards every method but `close` raises RequestError.
+    that is not consumed goes on while other requests run, up to its last token. A request from a
+    callback within a step (a patch of `trace`, the progress of `profile`) raises RequestError.
+    `close`, or the end of a ``with`` block, frees the memory; afterwards every method but `close`
+    raises RequestError.
     """
 
     _freed: ClassVar[set[str]] = TextGenerator._freed | {"_tracer"}

@@ -214,15 +214,13 @@ class Ring(Protocol):
     """
 
     lookahead: int  # runs that may be launched before the copy of an earlier run is taken
+    waiting: int  # copies that have not been taken
 
     def put(self) -> None:
         """Start a copy of the operand's value after the runs launched so far."""
 
     def take(self) -> np.ndarray:
         """Wait for the oldest copy that has not been taken, and return it."""
-
-    def restart(self) -> None:
-        """Forget the copies that have not been taken."""
 
 
 class Device(Protocol):

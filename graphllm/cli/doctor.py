@@ -17,7 +17,7 @@ def doctor(
         bool,
         Option(
             "--measure",
-            help="Measure memory and cache bandwidth and peak arithmetic throughput (30 seconds).",
+            help="Measure memory and cache bandwidth and peak arithmetic throughput (a minute).",
         ),
     ] = False,
 ) -> None:

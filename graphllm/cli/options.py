@@ -90,9 +90,9 @@ class PlacementOptions:
         str,
         Option(
             "--prefill",
-            help="fp8: multiply e4m3 in plans for more than 256 tokens, as those of prompts, on "
-            "GPUs of compute capability 8.9 and newer; faster (measured on 9.0 alone), less exact, "
-            "and one byte more per weight.",
+            help="fp8: multiply e4m3 copies of the weights in plans for more than 256 tokens, such "
+            "as those of prompts, on GPUs of compute capability 8.9 and newer: faster (measured on "
+            "9.0 alone) and less exact; the copies take one byte per weight. auto: off.",
         ),
     ] = "auto"
     deterministic: Annotated[
@@ -138,8 +138,8 @@ class PlacementOptions:
         str | None,
         Option(
             "--type",
-            help="Quantise float matrices while loading: q8_0, q4_0, ... With --random: the format "
-            "of the weights, q4_k_m by default.",
+            help="Format to quantise float matrices to while loading: q8_0, q4_0, ...; of random "
+            "weights (--random, where a verb has it), their format, q4_k_m by default.",
             show_default=False,
         ),
     ] = None

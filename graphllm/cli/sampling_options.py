@@ -58,7 +58,7 @@ class SamplingOptions:
     ] = 0.0
     xtc_threshold: Annotated[
         float,
-        Option("--xtc-threshold", help="Least probability of tokens for XTC."),
+        Option("--xtc-threshold", help="Minimum probability of the tokens that XTC may exclude."),
     ] = 0.1
     repeat_penalty: Annotated[
         float,
@@ -79,7 +79,7 @@ class SamplingOptions:
         Option(
             "--repeat-last-n",
             "--penalty-last-n",
-            help="Last tokens that the penalties consider; -1: all that are kept.",
+            help="Number of last tokens that the penalties consider; -1 means 1024.",
         ),
     ] = 64
     dry_multiplier: Annotated[
@@ -104,7 +104,7 @@ class SamplingOptions:
         int,
         Option(
             "--dry-penalty-last-n",
-            help="Last tokens that DRY considers; -1: all that are kept.",
+            help="Number of last tokens that DRY considers; -1 means 1024.",
         ),
     ] = -1
     dry_breaker_ids: Annotated[
@@ -190,8 +190,8 @@ class RunSamplingOptions(SamplingOptions):
         str,
         Option(
             "--early-stopping",
-            help="When a beam search ends that has found enough sequences: true: at once; false: "
-            "if the best beam is no better than them now; never: if none can become better.",
+            help="When a beam search that has found enough sequences ends. true: at once; false: "
+            "when no beam scores better now; never: when no beam can become better.",
         ),
     ] = "false"
     beam_groups: Annotated[
@@ -206,7 +206,7 @@ class RunSamplingOptions(SamplingOptions):
         float,
         Option(
             "--diversity-penalty",
-            help="What a token loses for each beam of an earlier group that has it.",
+            help="Penalty on a token for each beam of an earlier group that has it.",
         ),
     ] = 0.0
     forced_ids: Annotated[

@@ -1,4 +1,4 @@
-"""The verb ``serve``: an HTTP server with the API of OpenAI."""
+"""The verb ``serve``: an HTTP server with the APIs of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def serve(
         ),
     ] = 30,
 ) -> None:
-    """Serve models over HTTP with the API of OpenAI.
+    """Serve models over HTTP with the APIs of OpenAI and Anthropic.
 
     graphllm serve demo --port 8080
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +66,14 @@ class ServedModels:
         Option("--parallel", help="Number of sequences that a model computes at once."),
     ] = PARALLEL
     chat_template: Template = None
+    warm_up: Annotated[
+        bool,
+        Option(
+            "--warmup/--no-warmup",
+            help="Prepare batches of all sizes when a model is loaded, instead of when the first "
+            "requests need them.",
+        ),
+    ] = True
 
     @property
     def names(self) -> list[str]:
@@ -164,6 +173,14 @@ class ServedModels:
             from ..engine.grammar import prepare
 
             prepare(llm.tokenizer)  # takes up to seconds, in which other requests would wait
+        if self.warm_up:
+            from ..engine.batch_plans import bind_batch_plans
+
+            with llm.engine.lock.hold("preparing batches"):
+                bind_batch_plans(llm.engine, progress)
+        # Full collections would stop all requests for 0.1 s, only to find that models are in use.
+        gc.collect()
+        gc.freeze()
         return llm
 
     def _predict_bytes(self, model: str, options: GenerationLoadOptions) -> int:

@@ -96,7 +96,7 @@ class _Fuser:
         self._users: dict[Tensor, list[Tensor]] = {}
         for node in order:
             self.of_op.setdefault(node.op, []).append(node)
-            for source in node.sources:
+            for source in filter(None, node.src):
                 self._users.setdefault(source, []).append(node)
 
     def users(self, node: Tensor) -> list[Tensor]:
@@ -164,12 +164,12 @@ class _Fuser:
     def _depends(self, src: Sequence[Tensor | None], own: set[Tensor]) -> bool:
         """Return whether an operand depends on a node of ``own``, so that fusing makes a cycle."""
         first = min(self.position[part] for part in own)
-        stack, seen = [s for s in src if s is not None], set()
+        stack, seen = [*src], set()
         while stack:
             node = stack.pop()
             if node in own:
                 return True
-            if node not in seen and self._last(node) > first:
+            if node is not None and node not in seen and self._last(node) > first:
                 seen.add(node)
                 stack.extend(self._sources(node))
         return False
@@ -179,9 +179,9 @@ class _Fuser:
         match = self.owner.get(node)
         return max(self.position[p] for p in match.parts) if match else self.position[node]
 
-    def _sources(self, node: Tensor) -> tuple[Tensor, ...]:
+    def _sources(self, node: Tensor) -> tuple[Tensor | None, ...]:
         match = self.owner.get(node)
-        return match.node.sources if match else node.sources
+        return match.node.src if match else node.src
 
     def _readable(self, old: Tensor, new: Tensor, own: set[Tensor]) -> bool:
         """Return whether all users of ``old`` can read ``new``, whose row stride may differ."""

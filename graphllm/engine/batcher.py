@@ -46,12 +46,14 @@ class Batcher:
         self.runner, self.scheduler = runner, scheduler
         self._rows: dict[ActiveSequence, Generation | Beam] = {}
         self._groups: dict[Generation, BeamGroup] = {}  # of the requests with beams
-        self._submitted: deque[Generation] = deque()  # since the last step
+        # Since the last step; a request with beams has a group.
+        self._submitted: deque[tuple[Generation, BeamGroup | None]] = deque()
         self._cancelled: deque[Generation] = deque()  # since the last step
         self._non_finite: deque[Generation] = deque()  # no longer among _rows
         self._launched: deque[list[Chunk]] = deque()  # decode steps that were not taken
         self.prefill_tokens = self.steps = 0
-        self._began = 0.0  # start of the step that is taken next
+        self._began = 0.0  # start of the step that is taken next, without pauses between calls
+        self._paused = 0.0  # end of the last call of `step`
         self.speculation: Speculation | None = None
         self.meter: StepRecorder | None = None
 
@@ -59,7 +61,8 @@ class Batcher:
     def generations(self) -> list[Generation]:
         """The requests that have not ended."""
         own = map(_request_of, self._rows.values())
-        return list(dict.fromkeys((*own, *self._submitted, *self._non_finite)))
+        submitted = (generation for generation, _ in list(self._submitted))
+        return list(dict.fromkeys((*own, *submitted, *self._non_finite)))
 
     @property
     def non_finite(self) -> Generation | None:
@@ -71,14 +74,12 @@ class Batcher:
 
     def submit(self, generation: Generation, group: BeamGroup | None = None) -> None:
         """Add a request; ``group``: its beams, if it has several."""
-        if group is not None:
-            self._groups[generation] = group
-        self._submitted.append(generation)
+        self._submitted.append((generation, group))
 
     def cancel(self, generation: Generation) -> None:
         """End a request; its blocks are released before the next step. May be called repeatedly."""
+        generation.cancel()  # first, so that it is not admitted after its removal
         self._cancelled.append(generation)
-        generation.cancel()
 
     def forget_all(self) -> None:
         """Forget all requests, whose cache is freed."""
@@ -98,6 +99,8 @@ class Batcher:
         except BaseException:
             self._recover()
             raise
+        finally:
+            self._paused = time.perf_counter()
 
     def _step(self, prefill: StepRecorder | None, decode: StepRecorder | None) -> bool:
         if not self._launched:
@@ -120,7 +123,9 @@ class Batcher:
             if self.speculation is not None:
                 chunks = self.speculation.extend(chunks, rows)
             self._launch(chunks, rows, decode)
-        elif not _has_drafts(self._launched[0]):
+        elif _has_drafts(self._launched[0]):
+            self._began += time.perf_counter() - self._paused
+        else:
             self._began = time.perf_counter()
         self._finish_decode(decode)
         return True
@@ -156,8 +161,7 @@ class Batcher:
                 if row.done:
                     self._remove(row)
         for generation, group in list(self._groups.items()):
-            if generation not in self._submitted:
-                self._restart(generation, group)
+            self._restart(generation, group)
 
     def _restart(self, generation: Generation, group: BeamGroup) -> None:
         """Begin the current step of a search again, with new sequences."""
@@ -178,19 +182,25 @@ class Batcher:
 
     def settle(self) -> None:
         """Wait for steps that were launched ahead, and apply cancellations."""
-        while self._launched:
-            self._finish_decode(None, ahead=False)
+        try:
+            while self._launched:
+                self._finish_decode(None, ahead=False)
+        except BaseException:
+            self._recover()
+            raise
         self._update_requests()
 
     def _update_requests(self) -> None:
         """Admit submitted requests to the scheduler, and remove cancelled ones."""
         while self._submitted:
-            generation = self._submitted.popleft()
+            generation, group = self._submitted.popleft()
+            if generation.done:
+                continue  # cancelled
             if not generation.has_steps:
-                self._groups.pop(generation, None)
-                generation.end_empty()
-            elif generation in self._groups:
-                self._add(self._groups[generation])
+                generation.end_at_length()
+            elif group is not None:
+                self._groups[generation] = group
+                self._add(group)
             else:
                 self._rows[generation.sequence] = generation
                 self.scheduler.add(generation.sequence)
@@ -282,7 +292,7 @@ class Batcher:
             sampled = range(first, first + len(chunk.drafts) + 1)
             first = sampled.stop
             row = self._rows.get(chunk.sequence)
-            if row is None:
+            if row is None or _request_of(row).done:
                 continue  # it ended after the step was launched
             if result.prompts and index in result.prompts:
                 _request_of(row).add_prompt_logprobs(result.prompts[index])

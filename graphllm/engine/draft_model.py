@@ -59,7 +59,8 @@ class DraftModel:
     def predict(self, rows: Sequence[Generation], counts: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the next ``counts`` tokens of each request.
 
-        NumericError: the logits of the draft model are not finite.
+        A request for which the draft model fails, as with logits that are not finite, gets none and
+        goes on without draft tokens; its `Generation.note` says so.
         """
         began, engine = time.perf_counter(), self._engine
         asked = [_continued(row, count) for row, count in zip(rows, counts)]
@@ -73,12 +74,15 @@ class DraftModel:
             for each in asked:
                 if not each.done:
                     engine.cancel(each)
-        for fault in (each.fault or each.error for each in asked):
-            if fault is not None:
-                raise fault
+        for row, each in zip(rows, asked):
+            if error := each.fault or each.error:
+                row.speculates, row.note = False, f"no more draft tokens: {error}"
         if all(each.prefill_tokens <= engine.limits.block for each in asked):  # no new prompt
             self._note_time((time.perf_counter() - began) / max(counts))
-        return [tuple(e.sequence.tokens[len(r.sequence.tokens) :]) for e, r in zip(asked, rows)]
+        return [
+            tuple(each.sequence.tokens[len(row.sequence.tokens) :]) if row.speculates else ()
+            for each, row in zip(asked, rows)
+        ]
 
     def _note_time(self, seconds: float) -> None:
         if self._seconds:  # other programs may hold it up

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -120,6 +121,7 @@ class Generation:
         sequence.account = self.delivery.account
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.done, self.count, self.undelivered = False, 0, 0
+        self._live = Lock()  # acquired by the thread that ends the request
         self._ended_by_token = False  # by an EOS token or a stop token id
         self.fault: NumericError | None = None
         self.error: Exception | None = None
@@ -200,7 +202,7 @@ class Generation:
         else:
             self.count += 1  # with the event, see `Batcher._recover`
         self.events.append(Sampled(token, text, at, logprobs))
-        self._notify()
+        self._notify(last=False)
         if count == len(sampling.forced_ids):
             self._use_processors(sampling.processors)
         if self._matcher.matched:
@@ -221,8 +223,8 @@ class Generation:
         self.processors = processors
         self.stages = max(self.sampling.stages, PROCESSED if processors else 0)
 
-    def end_empty(self) -> None:
-        """End a request for no tokens."""
+    def end_at_length(self) -> None:
+        """End a request that has as many tokens as it asks for."""
         self._finish("length", time.perf_counter())
 
     def end_search(self, answers: Sequence[Answer], at: float) -> None:
@@ -257,9 +259,11 @@ class Generation:
         return any(token in self._end_ids or token in self.sampling.stop_ids for token in ids)
 
     def take_back(self) -> None:
-        """Forget the tokens that have no result."""
+        """Forget the tokens that have no result, after a step that did not end."""
         self.count, self.undelivered = self.delivered, 0
         del self.sequence.tokens[self.sequence.prompt_tokens + self.count :]
+        if not self.done and self.count >= self.sampling.max_tokens > 0:
+            self.end_at_length()
 
     def grammar_error(self, token: int) -> RequestError | None:
         """Return the error of a grammar that failed or left no token; None if there is none.
@@ -294,11 +298,12 @@ class Generation:
 
     def _end(self) -> None:
         self.done = True
-        self._notify()
+        if self._live.acquire(blocking=False):  # once, although another thread may cancel it now
+            self._notify(last=True)
 
-    def _notify(self) -> None:
+    def _notify(self, last: bool) -> None:
         self.delivery.wakeups.put(None)
-        self.delivery.listener(self.done)
+        self.delivery.listener(last)
 
     # -- called by any thread
     def cancel(self) -> None:

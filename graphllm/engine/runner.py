@@ -371,7 +371,7 @@ class Runner:
 
     def reset(self) -> None:
         """Forget the decode loop and what was fed: the next step is fed by the host."""
-        self._loop, self._advanced, self._held = None, [], set()
+        self._loop, self._advanced, self._held, self._open_masks = None, [], set(), 0
 
 
 def _stages(rows: Rows[Row]) -> int:

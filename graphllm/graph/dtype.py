@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import GraphError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DType:
     """An element type. ``numpy`` is None for block formats and row formats."""
 

@@ -14,7 +14,7 @@ from .tensor import LEAVES, STATE, Dim, Meta, Tensor, Var, substitute
 def toposort(
     outputs: Iterable[Tensor],
     stop: Collection[Tensor] = (),
-    sources: Callable[[Tensor], Sequence[Tensor]] = attrgetter("sources"),
+    sources: Callable[[Tensor], Sequence[Tensor | None]] = attrgetter("src"),
 ) -> list[Tensor]:
     """Return every node that ``outputs`` need, sources before users, in a deterministic order.
 
@@ -33,7 +33,7 @@ def toposort(
         elif node not in seen:
             seen.add(node)
             stack += (node, None)
-            stack += [s for s in reversed(sources(node)) if s not in seen]
+            stack += [s for s in reversed(sources(node)) if s is not None and s not in seen]
     return order
 
 

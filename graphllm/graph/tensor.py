@@ -110,13 +110,13 @@ class Meta:
         """Return this Meta with the live value of its Var."""
         if not self.shape or not isinstance(self.shape[0], Var):
             return self
-        return replace(self, shape=(live(self.shape[0], env), *self.inner))
+        return Meta((live(self.shape[0], env), *self.inner), self.dtype, self.strides, self.offset)
 
     def bound(self) -> Meta:
         """Return this Meta at the upper bound of its Var."""
         if not self.shape or not isinstance(self.shape[0], Var):
             return self
-        return replace(self, shape=(self.shape[0].hi, *self.inner))
+        return Meta((self.shape[0].hi, *self.inner), self.dtype, self.strides, self.offset)
 
     @property
     def size(self) -> int:
@@ -210,7 +210,7 @@ class Tensor:
         """The node itself, or for a view the node whose buffer it views."""
         node = self
         while node.is_view:
-            node = node.sources[0]
+            node = node.src[0]  # type: ignore[assignment]
         return node
 
     def __repr__(self) -> str:

@@ -29,7 +29,6 @@ def bert_config(
         heads: Heads by the end of the name of transformers' class.
         position_offset: Position of the first token.
         token_types: Whether the model has token types; the tensors of a GGUF file state it.
-        act: Activation for files that do not state it.
     """
     dim, count, width = mha_sizes(keys)
     act = keys.choice("hidden_act", ACTIVATIONS, "gelu")

@@ -21,7 +21,7 @@ from . import machine_load
 from .batch_limits import check_batch
 from .batch_prediction import predict_prefill, predict_step
 from .bench import filler_prompts, step_bytes
-from .engine_requests import finish, run_step, submit_all
+from .engine_requests import finish, run_step, submitted
 from .speed import Speed, speed
 
 if TYPE_CHECKING:
@@ -174,9 +174,9 @@ def time_once(engine: Engine, test: BatchTest, number: int) -> tuple[int, int]:
     engine.clear_cache()
     prompts = filler_prompts(test.batch, test.prompt, engine.vocab, number)
     start = time.perf_counter_ns()
-    first = submit_all(engine, prompts, SAMPLING, 1)
-    finish(engine, first)
-    prefill = time.perf_counter_ns() - start
+    with submitted(engine, prompts, SAMPLING, 1) as first:
+        finish(engine, first)
+        prefill = time.perf_counter_ns() - start
     _check(test, first, test.prompt)
     decode = time_decode(engine, test, [each.sequence.tokens for each in first], SAMPLING)
     return prefill, decode
@@ -196,15 +196,15 @@ def time_decode(
     Raises:
         RequestError: not all sequences decode at once, or more than their last tokens are computed.
     """
-    rest = submit_all(engine, texts, sampling, test.gen + 1)
-    while not all(each.count for each in rest):
-        run_step(engine, rest)
-    _check(test, rest, 1)
-    if not all(each.count == 1 for each in rest):
-        raise RequestError(f"{test.name}: the engine does not run all sequences at once")
-    start = time.perf_counter_ns()
-    finish(engine, rest)
-    return time.perf_counter_ns() - start
+    with submitted(engine, texts, sampling, test.gen + 1) as rest:
+        while not all(each.count for each in rest):
+            run_step(engine, rest)
+        _check(test, rest, 1)
+        if not all(each.count == 1 for each in rest):
+            raise RequestError(f"{test.name}: the engine does not run all sequences at once")
+        start = time.perf_counter_ns()
+        finish(engine, rest)
+        return time.perf_counter_ns() - start
 
 
 def _check(test: BatchTest, generations: Sequence[Generation], computed: int) -> None:

@@ -23,7 +23,7 @@ from . import roofline
 from .accounting import Pass, runs_of
 from .batch_limits import check_batch
 from .bench import describe_model, offloaded_layers
-from .engine_requests import run_step, submit_all
+from .engine_requests import run_step, submitted
 from .profile import Phase, Profile, Roofline
 from .ramp_record import MAX_RUNS, PhaseRamps, RampRecorder, bandwidth_of
 from .record import Recorder
@@ -198,20 +198,17 @@ def _run_pass(
     engine.clear_cache()
     llm.executor.get_state("ids")  # waits for a step that was launched ahead
     start = time.perf_counter_ns()
-    generations = submit_all(engine, prompts, Sampling(seed=0), 2**31 - 1)
-    for each in generations:
-        each.speculates = False  # a step is one token of each
-    pair = (recorders[0], recorders[1]) if recorders else None
-    while not all(each.count for each in generations):
-        run_step(engine, generations, pair)
-    middle = time.perf_counter_ns()
-    goals = [each.count + decode for each in generations]
-    while any(each.count < goal for each, goal in zip(generations, goals)):
-        run_step(engine, generations, pair)
-    end = time.perf_counter_ns()
-    for each in generations:
-        engine.cancel(each)
-    engine.settle()
+    with submitted(engine, prompts, Sampling(seed=0), 2**31 - 1) as generations:
+        for each in generations:
+            each.speculates = False  # a step is one token of each
+        pair = (recorders[0], recorders[1]) if recorders else None
+        while not all(each.count for each in generations):
+            run_step(engine, generations, pair)
+        middle = time.perf_counter_ns()
+        goals = [each.count + decode for each in generations]
+        while any(each.count < goal for each, goal in zip(generations, goals)):
+            run_step(engine, generations, pair)
+        end = time.perf_counter_ns()
     tokens = sum(each.prefill_tokens for each in generations), decode * len(generations)
     sequences = [each.sequence for each in generations]
     # Steps that a device ran ahead of the last one taken do not count.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,15 +16,33 @@ if TYPE_CHECKING:
     from ..engine.request import Sampling
 
 
-def submit_all(
+@contextmanager
+def submitted(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, max_tokens: int
-) -> list[Generation]:
-    """Begin a request for each prompt; request i has the seed ``sampling.seed + i``."""
-    first, found = sampling.seed or 0, []
-    for index, ids in enumerate(prompts):
-        own = replace(sampling, seed=first + index, max_tokens=max_tokens)
-        found.append(engine.submit(ids, own, (), ()))
-    return found
+) -> Iterator[list[Generation]]:
+    """Begin a request for each prompt; request i has the seed ``sampling.seed + i``.
+
+    Requests that have not ended are cancelled at the end, also after an error or an interrupt. The
+    caller holds the lock.
+    """
+    found: list[Generation] = []
+    first = sampling.seed or 0
+    with cancelled_at_end(engine, found):
+        for index, ids in enumerate(prompts):
+            own = replace(sampling, seed=first + index, max_tokens=max_tokens)
+            found.append(engine.submit(ids, own, (), ()))
+        yield found
+
+
+@contextmanager
+def cancelled_at_end(engine: Engine, generations: Sequence[Generation]) -> Iterator[None]:
+    """Cancel ``generations`` at the end, which release their blocks."""
+    try:
+        yield
+    finally:
+        for each in generations:
+            engine.cancel(each)
+        engine.settle()
 
 
 def run_step(

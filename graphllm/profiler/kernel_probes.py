@@ -17,9 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import ops
-from ..backends import Options
+from ..backends import Options, find
 from ..backends.probe_results import Table, spread
 from ..checkpoints.random_weights import random_bytes
+from ..compiler.plan import HOST
 from ..formats.legacy import Q8_0
 from ..formats.quantization import Blocks
 from ..graph.dtype import F16, F32, I32, DType, dtype
@@ -37,6 +38,9 @@ FORMATS = ("f16", "q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k")  # of most mod
 _REFERENCE_FORMATS = (F16, Q8_0)  # weight formats that stand for float and integer arithmetic
 MIN_ROUNDS, MIN_SECONDS = 5, 0.25  # of each measurement; the fastest round counts
 WIDTH, TOKENS = 4096, 512  # of the large linears
+# Outputs of these in times of their width, on devices with memory of their own. They run a linear
+# of 4096 outputs and few tokens in less time than its launch takes, from their L2 cache.
+_DEVICE_ROWS = 16
 COUNTS = (4, 16, 64, TOKENS)  # numbers of tokens of the linears of each format
 _HEAD_COUNTS = (8, 2)  # of attention: query heads and key heads
 _HEAD_DIM, _BLOCK = 128, 64
@@ -119,11 +123,12 @@ def measure(
         show: progress callback.
     """
     found, alone = KernelRates(), min(counts)
+    large = WIDTH * (1 if find(backend).memory == HOST else _DEVICE_ROWS)
     total = len(counts) + len(FORMATS)
     for done, threads in enumerate(counts):
         show("measuring linears", done, total)
         for form in _REFERENCE_FORMATS:
-            _add_rate(found, threads, time_linear(backend, threads, form, WIDTH, TOKENS))
+            _add_rate(found, threads, time_linear(backend, threads, form, large, TOKENS))
         _add_rate(found, threads, _attention(backend, threads))
         _add_rate(found, threads, _elementwise(backend, threads))
         own = step_overhead(backend, threads, nbytes)
@@ -139,7 +144,7 @@ def measure(
         if one is not None:
             found.shares[name] = min(1.0, one.nbytes / min(one.seconds) / best(alone))
         for tokens in reversed(COUNTS):
-            _add_share(found, alone, form, tokens, time_linear(backend, alone, form, WIDTH, tokens))
+            _add_share(found, alone, form, tokens, time_linear(backend, alone, form, large, tokens))
         gc.collect()  # free these weights before the next are made
     show("measuring linears", total, total)
     return found

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..compiler.plan import Plan
+from ..compiler.plan import HOST, Plan
 from ..engine.forward_feeds import kv_pairs
 from ..engine.sequence import ActiveSequence, Chunk
 from .batch_prediction import predict_prefill, predict_step
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
     from ..model.batch import CacheSpec
 
-# Time of a step that is not that of its ops: of the step itself, and of each sequence. Measured
-# with 1 and 16 sequences of the demo on two threads of a Xeon: the gaps and the time between steps.
+# Host time of a step, that of its ops not included: of the step itself, and of each sequence.
+# Measured with 1 and 16 sequences of the demo on two threads of a Xeon: the gaps and the time
+# between steps.
 _HOST_S, _HOST_SEQUENCE_S = 250e-6, 14e-6
 _GRAIN = 64  # tokens of a sequence within which steps are predicted to take the same time
 
@@ -197,9 +198,10 @@ class _StepClock:
         self._engine, self._threads, self._http = engine, threads, http or HttpCosts(0.0, 0.0)
         self._predictors: dict[Plan, TimePredictor] = {}
         self._known: dict[tuple[object, ...], float | None] = {}
+        self._decoded: list[ActiveSequence] = []  # by the step before; empty if it was a prefill
 
     def seconds(self, chunks: Sequence[Chunk]) -> float | None:
-        """Predict the seconds of a step; None if a measurement is missing."""
+        """Predict the seconds of the next step; None if a measurement is missing."""
         count = len(chunks)
         tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         decodes = tokens == count and all(chunk.samples for chunk in chunks)
@@ -221,7 +223,26 @@ class _StepClock:
         sampled = [chunk for chunk in chunks if chunk.samples]
         begun = sum(chunk.stop == chunk.sequence.prompt_tokens for chunk in sampled)
         shared = len(sampled) * http.token_s + begun * http.request_s
-        return found + _HOST_S + count * _HOST_SEQUENCE_S + shared
+        before, self._decoded = self._decoded, [c.sequence for c in chunks] if decodes else []
+        ahead = decodes and self._decoded == before
+        return with_host_time(found, plan, count, ahead) + shared
+
+
+def with_host_time(seconds: float, plan: Plan, sequences: int, ahead: bool) -> float:
+    """Return the time of a step and of the host's work for it.
+
+    A device runs a step meanwhile if it was launched before the results of the last one were read.
+
+    Args:
+        seconds: time of the ops.
+        plan: plan of the step.
+        sequences: number of sequences.
+        ahead: whether the step decodes the same sequences as the last one.
+    """
+    host = _HOST_S + sequences * _HOST_SEQUENCE_S
+    if ahead and all(step.memory != HOST for step in plan.steps):
+        return max(seconds, host)
+    return seconds + host
 
 
 def _capacity(
@@ -244,7 +265,7 @@ def _capacity(
     step = predict_step(engine, [length] * count, threads)
     if prefill is None or step is None:
         return None
-    step += _HOST_S + count * _HOST_SEQUENCE_S
+    step = with_host_time(step, engine.decode_plan(count), count, ahead=True)
     if http is not None:
         prefill, step = prefill + count * http.request_s, step + count * http.token_s
     rate = count / (prefill + (output - 1) * step)

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..engine.completion import Sampled
+from ..engine.generation import Generation
 from ..engine.request import Sampling
-from .bench import filler_tokens, leaf_bytes
-from .engine_requests import finish, run_step, submit_all
+from .bench import filler_prompts, filler_tokens, leaf_bytes
+from .engine_requests import cancelled_at_end, finish, run_step, submitted
 from .load_requests import LoadRequest
 from .load_times import LoadTimes, RequestTimes
 
 if TYPE_CHECKING:
     from ..compiler.plan import Plan
     from ..engine.engine import Engine
-    from ..engine.generation import Generation
     from ..engine.sequence import Chunk
     from ..loading.loaded_model import LoadedModel
     from ..runtime.recorder import BoundSegments
@@ -116,10 +116,10 @@ def run(
         engine.clear_cache()
         manager, before = engine.manager, (engine.manager.hits, engine.manager.queries)
         preempted, steps = engine.scheduler.preempted, engine.batcher.steps
-        log, busy = _StepLog(), [0.0]
+        log, busy, begun = _StepLog(), [0.0], list[Generation]()
         start = time.perf_counter()
-        running = _serve(engine, requests, sampling, log, busy, start, seen)
-        engine.settle()
+        with cancelled_at_end(engine, begun):
+            running = _serve(engine, requests, sampling, log, busy, start, seen, begun)
     found = [_times(each, start) for each in running]
     end = max(each.times[-1] for each in running)
     hits, queries = manager.hits - before[0], manager.queries - before[1]
@@ -139,13 +139,15 @@ def warm_up(engine: Engine, sampling: Sampling) -> None:
     limits, most, count = engine.limits, engine.scheduler.sequences, 1
     long = filler_tokens(min(limits.context - 8, limits.tokens + 1), engine.vocab)
     while True:
-        short = [[index % engine.vocab] for index in range(count)]
-        finish(engine, submit_all(engine, short, sampling, 4))
+        # Of two tokens: a prompt of one is computed by a decode step.
+        short = filler_prompts(count, 2, engine.vocab)
+        with submitted(engine, short, sampling, 4) as alone:
+            finish(engine, alone)
         if limits.context > 8:  # others decode while a prompt is prefilled in several steps
-            mixed = submit_all(engine, short[1:], sampling, 8)
-            engine.step()
-            finish(engine, [*mixed, *submit_all(engine, [long], sampling, 4)])
-        engine.settle()
+            with submitted(engine, short[1:], sampling, 8) as mixed:
+                engine.step()
+                with submitted(engine, [long], sampling, 4) as prefilled:
+                    finish(engine, [*mixed, *prefilled])
         if count == most:
             return
         count = min(2 * count, most)
@@ -153,9 +155,12 @@ def warm_up(engine: Engine, sampling: Sampling) -> None:
 
 def _serve(
     engine: Engine, requests: Sequence[LoadRequest], sampling: Sampling, log: _StepLog,
-    busy: list[float], start: float, seen: Callable[[int], None],
+    busy: list[float], start: float, seen: Callable[[int], None], begun: list[Generation],
 ) -> list[_Running]:  # fmt: skip
-    """Submit requests when they are due, and run steps until all have ended."""
+    """Submit requests when they are due, and run steps until all have ended.
+
+    ``begun``: gets the requests that were submitted.
+    """
     running: list[_Running] = []
     active: list[_Running] = []
     while len(running) < len(requests) or active:
@@ -165,7 +170,8 @@ def _serve(
             own = replace(
                 sampling, seed=(sampling.seed or 0) + len(running), max_tokens=request.max_tokens
             )
-            running.append(_Running(request, engine.submit(request.prompt, own, (), ())))
+            begun.append(engine.submit(request.prompt, own, (), ()))
+            running.append(_Running(request, begun[-1]))
             active.append(running[-1])
         if not active:
             time.sleep(max(0.0, start + requests[len(running)].arrival_s - time.perf_counter()))

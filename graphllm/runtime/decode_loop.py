@@ -4,42 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from ..backends import Device, Operand, Ring
-from ..graph.tensor import Var
 
 
 class Output:
-    """One output of a bound plan. Readers and rings are cached by number of rows."""
+    """One output of a bound plan. Its reader and rings for the last number of rows are kept."""
 
     def __init__(self, device: Device, operand: Operand) -> None:
         self.device, self._operand = device, operand
-        self._made: dict[tuple[Any, int], Any] = {}
+        self._live = operand  # with the last number of rows
+        self._reader: Callable[[], np.ndarray] | None = None
+        self._rings: list[Ring] = []
 
     def reader(self, env: Mapping[str, int]) -> Callable[[], np.ndarray]:
         """Return a function that copies the values after a run with the live values ``env``."""
-        return self._cached(self.device.reader, env)
+        operand = self._at(env)
+        self._reader = self._reader or self.device.reader(operand)
+        return self._reader
 
     def ring(self, env: Mapping[str, int]) -> Ring | None:
         """Return an empty ring of the device for runs with the live values ``env``.
 
-        It is the one that was returned for as many rows before, which loses its copies.
+        It is an earlier one of which all copies were taken, if there is one. Two are kept: of the
+        loop that runs, and of the one before it, whose last output may be taken later.
         """
-        ring = self._cached(self.device.ring, env)
-        if ring is not None:
-            ring.restart()
+        operand = self._at(env)
+        ring = next((each for each in self._rings if not each.waiting), None)
+        if ring is None and (ring := self.device.ring(operand)) is not None:
+            self._rings = [*self._rings[-1:], ring]
         return ring
 
-    def _cached(self, make: Callable[[Operand], Any], env: Mapping[str, int]) -> Any:
-        rows = self._operand.meta.rows
-        key = make, env[rows.name] if isinstance(rows, Var) else rows
-        if key not in self._made:
-            meta = self._operand.meta.at(env)
-            self._made[key] = make(replace(self._operand, meta=meta))
-        return self._made[key]
+    def _at(self, env: Mapping[str, int]) -> Operand:
+        """Return the operand with its live number of rows."""
+        meta = self._operand.meta.at(env)
+        if meta != self._live.meta:
+            self._live, self._reader, self._rings = replace(self._operand, meta=meta), None, []
+        return self._live
 
 
 class DecodeLoop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import time
 from collections.abc import Callable, Mapping
@@ -190,6 +191,7 @@ class ModelPool:
                 return
             if idle := [each for each in loaded if not each.users]:
                 model = min(idle, key=lambda each: each.last_used).unload()
+                gc.unfreeze()  # frozen when it was loaded, and what remains of it may be a cycle
                 await self._in_thread(model.close)
                 continue
             self._released.clear()

@@ -7,6 +7,8 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from random import Random
 from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny_models as tiny
@@ -42,6 +44,7 @@ from graphllm.profiler.load_requests import (
 )
 from graphllm.profiler.record import Recorder
 from graphllm.profiler.roofline import Ceilings
+from graphllm.runtime import executor
 
 GB_S, STEP = 10e9, 5e-6
 
@@ -372,6 +375,43 @@ def test_predicted_times_add_up(llm, measured):
     )
     assert slow.times.rates["requests_s"] == pytest.approx(capacity.requests_s / 4, rel=0.3)
     assert slow.times.percentiles()["ttft_s"]["p50"] < whole.times.percentiles()["ttft_s"]["p50"]
+
+
+def test_the_host_works_while_a_device_decodes():
+    """The time of the host is hidden where a step is launched before the last one is read."""
+
+    def plan(*memories: str) -> SimpleNamespace:
+        return SimpleNamespace(steps=[SimpleNamespace(memory=memory) for memory in memories])
+
+    host = load_prediction._HOST_S + 8 * load_prediction._HOST_SEQUENCE_S
+    device, split, own = plan("gpu", "gpu"), plan("gpu", "host"), plan("host", "host")
+    for long in (3 * host, host / 3):
+        found = [
+            load_prediction.with_host_time(long, each, 8, ahead)
+            for each, ahead in ((device, True), (device, False), (split, True), (own, True))
+        ]
+        assert found == [max(long, host), long + host, long + host, long + host]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("rate", ["0", "300"])
+def test_a_load_test_compiles_nothing(path, rate, seed, monkeypatch):
+    """Nor binds: a warm-up has done it."""
+    own = graphllm.load(path, device="cpu", threads=1, context=128, max_sequences=5)
+    load = parse_load(f"rate={rate},prompt=2-90,output=1-20,requests=40,parallel=5,seed={seed}")
+    warm_up = load_test.warm_up
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a plan was compiled, or bound")
+
+    def then_refuse(*args: Any) -> None:
+        warm_up(*args)
+        monkeypatch.setattr(executor, "compile_plan", refuse)
+        monkeypatch.setattr(own.engine.executor, "_bind", refuse)
+
+    monkeypatch.setattr(load_test, "warm_up", then_refuse)
+    found = load_test.run(own, load.requests, Sampling(seed=0), lambda done: None)
+    assert len(found.requests) == 40
 
 
 def predict(llm, text: str) -> load_prediction.LoadPrediction:

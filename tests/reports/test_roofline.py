@@ -97,6 +97,24 @@ def test_measurement_is_cached(cache, measurement, monkeypatch):
     assert [p.name for p in folder.iterdir()] == ["ceilings.json"]
 
 
+def test_devices_with_their_own_memory_compute_larger_linears(monkeypatch):
+    asked = []
+
+    def time_linear(backend, threads, form, rows, tokens):
+        asked.append((rows, tokens))
+
+    for name in ("_attention", "_elementwise", "step_overhead"):
+        monkeypatch.setattr(kernel_probes, name, lambda *args: None)
+    monkeypatch.setattr(kernel_probes, "time_linear", time_linear)
+    rows = {}
+    for memory in ("host", "gpu"):
+        monkeypatch.setattr(kernel_probes, "find", lambda name: SimpleNamespace(memory=memory))  # noqa: B023
+        kernel_probes.measure("any", lambda threads: 1e12, [0], 1 << 30, ignore_progress)
+        rows[memory] = {rows for rows, tokens in asked if tokens > 1}
+        asked.clear()
+    assert rows == {"host": {4096}, "gpu": {16 * 4096}}
+
+
 def test_counts_of_threads():
     assert list(thread_counts(1)) == [1] and list(thread_counts(4)) == [1, 2, 3, 4]
     assert list(thread_counts(16)) == [1, 2, 4, 8, 16]
