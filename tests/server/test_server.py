@@ -221,7 +221,6 @@ BAD = [  # path, body, status, param, code
     ("/tokenize", {"content": None}, 400, "content", "missing_required_parameter"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens", None),
     ("/nowhere", {}, 404, None, None),
-    (f"{COMPLETE}/", {}, 404, None, None),
     ("/health", {}, 405, None, None),
     ("/v1/models/else", None, 404, "model", "model_not_found"),
 ]  # fmt: skip
