@@ -49,14 +49,17 @@ def as_int(value: object) -> int | None:
         return None
 
 
-def check_token_ids(ids: Iterable[int], vocab: int) -> None:
-    """Raise RequestError if an id is not in a vocabulary of ``vocab`` tokens."""
+def check_token_ids(ids: Iterable[int], vocab: int, name: str | None = None) -> None:
+    """Raise RequestError if an id is not in a vocabulary of ``vocab`` tokens.
+
+    ``name``: argument that has the ids.
+    """
     own = [*ids]
     if own and {*map(type, own)} == {int} and min(own) >= 0 and max(own) < vocab:
         return  # in a tenth of the time of the loop
     for token in own:
         if as_int(token) is None or not 0 <= token < vocab:
-            raise RequestError(f"token id {quote(token)} is not in 0..{vocab - 1}")
+            raise RequestError(f"token id {quote(token)} is not in 0..{vocab - 1}", name)
 
 
 def _is_bool(value: object) -> bool:

@@ -298,12 +298,18 @@ class TextGenerator(LoadedModel):
             ids = completion.prompt_ids = (
                 self.encode(prompt) if isinstance(prompt, str) else [*prompt]
             )
-            self.check_ids([*ids, *sampling.token_ids])
+            self._check_all_ids(ids, sampling)
             return ids, sampling
         source, target, settings = self.seq2seq.request(prompt, sampling, lambda: self.languages)
         completion.prompt_ids = [*source, *target]
-        self.check_ids([*completion.prompt_ids, *settings.token_ids])
+        self._check_all_ids(completion.prompt_ids, settings)
         return [*source_tokens(source), *target], settings
+
+    def _check_all_ids(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Raise RequestError, with the name of the field, if an id is not in the vocabulary."""
+        self.check_ids(prompt)
+        for name, ids in sampling.ids_by_field.items():
+            self.check_ids(ids, name)
 
     def _eos_ids(self) -> Collection[int]:
         """Return the EOS ids of the model, as far as its file states them."""

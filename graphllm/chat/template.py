@@ -145,4 +145,4 @@ def find_template(
         ) from None
     except UnicodeDecodeError as error:
         raise ModelFileError(f"{choice}: byte {error.start} is not valid UTF-8") from None
-    return ChatTemplate(source, str(choice), tokens)
+    return ChatTemplate(source, str(Path(choice)), tokens)

@@ -253,11 +253,17 @@ class Sampling:
         return self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability > 0
 
     @property
+    def ids_by_field(self) -> dict[str, list[int]]:
+        """Token ids that the settings mention, by the name of their field."""
+        lists = ("stop_ids", "logit_bias", "banned_ids", "allowed_ids", "dry_breaker_ids",
+                 "forced_ids")  # fmt: skip
+        end = [] if self.forced_eos_id is None else [self.forced_eos_id]
+        return {**{name: [*getattr(self, name)] for name in lists}, "forced_eos_id": end}
+
+    @property
     def token_ids(self) -> list[int]:
         """All token ids that the settings mention."""
-        lists = (self.stop_ids, self.logit_bias, self.banned_ids, self.allowed_ids)
-        end = () if self.forced_eos_id is None else (self.forced_eos_id,)
-        return [i for each in (*lists, self.dry_breaker_ids, self.forced_ids, end) for i in each]
+        return [i for each in self.ids_by_field.values() for i in each]
 
     @classmethod
     def from_arguments(cls, where: str, arguments: Mapping[str, Any]) -> Sampling:

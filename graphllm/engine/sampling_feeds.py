@@ -197,7 +197,8 @@ def _check_lengths(lengths: Mapping[str, tuple[int, int]]) -> None:
     """Raise RequestError if a list is longer than its limit."""
     for name, (length, most) in lengths.items():
         if length > most:
-            raise RequestError(f"{name} has {length} token ids; at most {most} are supported")
+            text = f"{name} has {length} token ids; at most {most} are supported"
+            raise RequestError(text, name.partition(" ")[0])
 
 
 def _padded(

@@ -134,9 +134,9 @@ class LoadedModel:
             raise invalid_argument("prompt", prompt, "a string")
         return self.tokenizer.encode(prompt, add_special=True)
 
-    def check_ids(self, ids: Iterable[int]) -> None:
-        """Raise RequestError if an id is not in the vocabulary."""
-        check_token_ids(ids, self.decoder.cfg.vocab)
+    def check_ids(self, ids: Iterable[int], name: str | None = None) -> None:
+        """Raise RequestError if an id is not in the vocabulary; ``name``: argument that has it."""
+        check_token_ids(ids, self.decoder.cfg.vocab, name)
 
     @classmethod
     def load(
@@ -287,6 +287,14 @@ class LoadedModel:
     def has_template(self) -> bool:
         """Whether the model file has a chat template."""
         return bool(self.file.chat_template)
+
+    @property
+    def template_file(self) -> Path | None:
+        """The file of the chat template; None for the model's own, or a built-in one."""
+        from ..chat.builtin_templates import TEMPLATES
+
+        choice = self._template_choice
+        return None if choice is None or str(choice) in TEMPLATES else Path(choice)
 
     # -- placement
     @property

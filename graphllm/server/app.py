@@ -75,6 +75,8 @@ def create_app(
 def model_endpoints(llm: Model, served: ServedModel, metrics: Metrics) -> list[Endpoints]:
     """Return the endpoints of a model; see `create_app`."""
     hide_folder(llm.file.path)
+    if isinstance(llm, LLM) and llm.template_file is not None:
+        hide_folder(llm.template_file)
     utilities = _TokenizerEndpoints(llm.tokenizer, served.max_body)
     shared: list[Endpoints] = [
         ("POST", "/tokenize", utilities.tokenize),

@@ -14,7 +14,6 @@ from starlette.types import ASGIApp
 
 from ..api.async_llm import AsyncLLM, AsyncRequest
 from ..engine.completion import Completion
-from ..errors import GraphllmError
 from .answers import Answer, ChatAnswer, Object, Piece
 from .bills import asks_bill, bill_field
 from .chat_text import ChatText, ToolUse, chat_messages, chat_text, tool_use
@@ -36,6 +35,7 @@ from .request_body import read_json
 from .served_model import ServedModel
 from .streaming import ClientDisconnected, EventStream, until_disconnect
 from .structured_fields import is_restricted
+from .template_variables import with_variables
 
 Value = TypeVar("Value")
 MAX_PENDING = 1024  # choices of all requests that run or wait; more are refused
@@ -204,8 +204,8 @@ class Completions:
 
         Args:
             values: fields as those of ``/v1/chat/completions``: ``messages``, ``tools``,
-                ``tool_choice``, ``parallel_tool_calls``, `structured_fields.FORMATS` and
-                ``reasoning_effort``; see `reasoning_variables` for
+                ``tool_choice``, ``parallel_tool_calls``, ``chat_template_kwargs``,
+                `structured_fields.FORMATS` and ``reasoning_effort``; see `reasoning_variables` for
                 ``reasoning_required``.
             names: see `Job`.
 
@@ -223,7 +223,10 @@ class Completions:
         self, values: Mapping[str, Any], names: Mapping[str, str], **variables: Any
     ) -> str:
         """Return the text of a chat's prompt; see `encode_chat`. ``variables``: of the template."""
-        render = partial(self.llm.template.render, **variables)
+
+        def render(messages: list[Any], **own: Any) -> str:
+            return self.llm.template.render(messages, **own, **variables)
+
         return (await self._with_template(values, names, render))[1]
 
     async def _with_template(
@@ -237,9 +240,10 @@ class Completions:
             variables |= reasoning_variables(
                 source, values.get("reasoning_effort"), values.get("reasoning_required", True)
             )
+            variables = with_variables(variables, values.get("chat_template_kwargs", {}))
             return tools, await asyncio.to_thread(partial(call, messages, **variables))
-        except Exception as error:
-            raise self._renamed(error, names) from None
+        except Exception as error:  # the server's template is no field of the request
+            raise self._renamed(error, {"chat_template": names["prompt"], **names}) from None
 
     def chat_job(
         self, chat: Chat, settings: Mapping[str, Any], answer: Answer, values: Mapping[str, Any],
@@ -303,10 +307,10 @@ class Completions:
         self._pending -= job.choices
         for each in requests:
             each.handle.cancel()
-            failure: GraphllmError | None = None
+            failure: Exception | None = None
             try:
                 each.handle.poll()
-            except GraphllmError as error:  # the client gets it in its response
+            except Exception as error:  # the response has told the client
                 failure = error
             first, *others = each.completions
             first.alternatives = others

@@ -32,21 +32,28 @@ _LLAMA_TYPES = {
 }
 
 
-_hidden: set[str] = set()  # folders of served models, each with a slash at its end
+# Folders of served models and of their chat templates, each with a slash at its end.
+_hidden: set[str] = set()
 
 
 def hide_folder(path: Path) -> None:
-    """Let errors that clients get name the file ``path`` without its folder."""
-    folder = path.absolute().parent
-    if folder.parent != folder:
-        _hidden.add(f"{folder}/")
+    """Let errors that clients get name the file ``path`` without its folder.
+
+    A relative path is hidden in its absolute form, too.
+    """
+    for folder in (path.parent, path.absolute().parent):
+        if folder.parent != folder:
+            _hidden.add(f"{folder}/")
 
 
 def _without_folders(text: str) -> str:
     # The longest first, as a nested folder begins with the name of its parent; and only where a
     # path begins, as another path may hold the same names.
-    folders = "|".join(map(re.escape, sorted(_hidden, key=len, reverse=True)))
-    return re.sub(rf"(?<![\w.-])(?:{folders})", "", text) if folders else text
+    folders = sorted(_hidden, key=len, reverse=True)
+    for before, is_absolute in (("", True), ("/", False)):
+        own = [re.escape(each) for each in folders if each.startswith("/") == is_absolute]
+        text = re.sub(rf"(?<![\w.{before}-])(?:{'|'.join(own)})", "", text) if own else text
+    return text
 
 
 class ApiError(Exception):

@@ -23,6 +23,7 @@ from ..arguments import (
     token_biases,
     token_ids,
 )
+from ..model.batch import Limits
 from .errors import ApiError
 from .json_shapes import OBJECT, STRING, Shape, accepts, array, one_of, shape_of
 from .reasoning import EFFORTS
@@ -35,6 +36,7 @@ from .structured_fields import (
     guided_json,
     structured_outputs,
 )
+from .template_variables import template_variables
 from .tools import response_format_field, tool_choice_field, tools_field
 
 MAX_CHOICES = 128  # of a request: prompts times n, as OpenAI limits n
@@ -153,6 +155,25 @@ def _stream_options(name: str, value: Any) -> bool:
     return given is not None and flag(f"{name}.include_usage", given)
 
 
+@accepts(shape_of(Real(-1)))
+def _sigmas(name: str, value: Any) -> float:
+    """A number of standard deviations; -1 stands for 0."""
+    return max(0.0, Real(-1)(name, value))
+
+
+@accepts(array({"type": "integer", "minimum": 0}, 1, Limits.allowed))
+def _allowed_ids(name: str, value: Any) -> tuple[int, ...]:
+    """The only token ids that may be sampled, at least one."""
+    found = token_ids(name, value)
+    if not 1 <= len(found) <= Limits.allowed:
+        raise invalid_argument(name, value, f"a list of 1 to {Limits.allowed} token ids")
+    return found
+
+
+# Samplers of llama.cpp, in its default order, which is that of `Sampling`.
+_ORDER = [
+    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature",
+]  # fmt: skip
 _REPEAT_PENALTY = Field(Real(0.01, 100), "repeat_penalty")
 # Not in the APIs, with the names of vLLM and llama.cpp.
 BEYOND = {
@@ -166,7 +187,24 @@ BEYOND = {
     "x_profile": Field(flag, "profile"),
     "json_schema": Field(mapping, "json_schema"),
     "grammar": Field(grammar_field, "grammar"),
-    # What would change the answer.
+    # Of llama.cpp's server.
+    "repeat_last_n": Field(Integer(-1, COUNT), "penalty_last_n"),
+    "top_n_sigma": Field(_sigmas, "top_n_sigma"),
+    "xtc_probability": Field(Real(0, 1), "xtc_probability"),
+    "xtc_threshold": Field(Real(0, 1), "xtc_threshold"),
+    "samplers": Field(Unsupported(([], _ORDER))),
+    "mirostat": Field(Unsupported((0,))),
+    "adaptive_target": Field(Unsupported((-1,))),
+    "dry_multiplier": Field(Unsupported((0,))),  # without it, other fields of DRY have no effect
+    "dynatemp_range": Field(Unsupported((0,))),
+    "t_max_predict_ms": Field(Unsupported((0, -1))),
+    "lora": Field(Unsupported(([],))),
+    # Of vLLM.
+    "allowed_token_ids": Field(_allowed_ids, "allowed_ids"),
+    "bad_words": Field(Unsupported(([],))),
+    "use_beam_search": Field(Unsupported((False,))),
+    "truncate_prompt_tokens": Field(Unsupported()),
+    "include_stop_str_in_output": Field(Unsupported((False,))),
     **{name: Field(Unsupported()) for name in VLLM_FORMATS},
 }
 SEED, TOP_K = Field(_seed, "seed"), Field(Integer(0, COUNT), "top_k")
@@ -192,7 +230,14 @@ COMMON = BEYOND | {
     "response_format": Field(response_format_field, "json_schema"),
 }
 
-CHAT = COMMON | {
+# Variables of the chat template, with the names of vLLM and llama.cpp.
+TEMPLATE = {
+    "chat_template_kwargs": Field(template_variables),
+    "chat_template": Field(Unsupported()),
+}
+CHAT = COMMON | TEMPLATE | {
+    "add_generation_prompt": Field(Unsupported((True,))),
+    "continue_final_message": Field(Unsupported((False,))),
     "source_lang": Field(Unsupported()),
     "target_lang": Field(Unsupported()),
     "messages": Field(messages_field),
@@ -209,7 +254,7 @@ CHAT = COMMON | {
     "function_call": Field(Unsupported(("none", "auto"))),
     "modalities": Field(Unsupported((["text"],))),
     "audio": Field(Unsupported()),
-}
+}  # fmt: skip
 
 COMPLETION = COMMON | {
     "prompt": Field(prompts_field),

@@ -13,6 +13,8 @@ from .tool_call_parser import Part, Text, ToolCall, overlap
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", START, "<|call|>", "<|return|>")  # of a message
 _END = re.compile("|".join(map(re.escape, _ENDS)))
+_BEGINNINGS = ("assistant", "to=", CHANNEL, START, MESSAGE)  # of a header, after white space
+_LONGEST_HEADER = 512  # characters
 _CALLED = re.compile(r"to=functions\.([a-zA-Z0-9_-]+)")
 
 
@@ -40,7 +42,6 @@ class HarmonyParser:
     def push(self, text: str, last: bool) -> list[Part]:
         """See `AnswerParser`."""
         self._rest += text
-        self._last_message = self._rest.rfind(MESSAGE)
         self._parts: list[Part] = []
         while self._header(last) if self._kind is None else self._body(last):
             pass
@@ -48,25 +49,33 @@ class HarmonyParser:
         return self._parts
 
     def _header(self, last: bool) -> bool:
-        """Read up to the text of a message; return whether something follows."""
+        """Read up to the text of a message; return whether something follows.
+
+        The decision depends on the text alone, not on the pieces in which it comes.
+        """
         rest, at = self._rest, self._at
-        if self._last_message < at:
-            if last and rest.startswith((START, CHANNEL), at):  # the answer was cut off
-                self._at = len(rest)
-                return False
-            is_header = rest[at : at + 2] in ("", "<", "<|") or rest.startswith("assistant", at)
-            if not is_header or last:  # no header: text of a model that does not use the format
-                self._kind = "content"
-                return at < len(rest)
-            return False
-        end = rest.find(MESSAGE, at)
-        header, self._at = rest[at:end], end + len(MESSAGE)
-        called = _CALLED.search(header)
+        head = rest[at : at + _LONGEST_HEADER + len(MESSAGE)]
+        shown = head.lstrip()
+        begun = shown.startswith(_BEGINNINGS)
+        end = head.find(MESSAGE) if begun else -1
+        if end < 0:
+            is_open = begun or any(each.startswith(shown) for each in _BEGINNINGS)
+            if is_open and len(head) < _LONGEST_HEADER + len(MESSAGE):
+                if not last:
+                    return False
+                if START in head or CHANNEL in head:  # the answer was cut off
+                    self._at = len(rest)
+                    return False
+            self._kind = "content"  # no header: text of a model that does not use the format
+            return at < len(rest)
+        self._at = at + end + len(MESSAGE)
+        called = _CALLED.search(head, 0, end)
         if called is not None and called[1] in self._names:
             self._kind = "call"
             self._parts.append(ToolCall(self.calls, called[1], ""))
         else:
-            self._kind = "reasoning" if f"{CHANNEL}analysis" in header else "content"
+            is_reasoning = f"{CHANNEL}analysis" in head[:end]
+            self._kind = "reasoning" if is_reasoning else "content"
         return True
 
     def _body(self, last: bool) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+_MOST_TRAILING = 1 << 16  # bytes after a request that are read before its response has ended
 _WRITE_CHUNK = "graphllm.write_chunk"  # in the scope of a request
 WriteChunk = Callable[[bytes], bool]
 
@@ -28,6 +29,17 @@ class StreamingProtocol(H11Protocol):
             await own(scope, receive, send)
 
         self.app = app
+
+    def handle_events(self) -> None:
+        """Handle what has been read, and read on while a request runs.
+
+        uvicorn stops reading at bytes that follow a request, and then does not notice that the
+        client disconnects. They are kept for the next request, up to a bound.
+        """
+        super().handle_events()
+        is_read = self.cycle is not None and not self.cycle.more_body
+        if self.flow.read_paused and is_read and len(self.conn.trailing_data[0]) < _MOST_TRAILING:
+            self.flow.resume_reading()
 
     def write_chunk(self, data: bytes) -> bool:
         """Write a chunk of the current response; return False if it must be sent as usual.

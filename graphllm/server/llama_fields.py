@@ -12,6 +12,7 @@ from .fields import (
     COUNT,
     MAX_BIASES,
     MAX_CHOICES,
+    TEMPLATE,
     TOP_LOGPROBS,
     Field,
     Unsupported,
@@ -84,17 +85,10 @@ def _names(name: str, value: Any) -> list[str]:
     return value
 
 
-@accepts(shape_of(Real(-1)))
-def _sigmas(name: str, value: Any) -> float:
-    """A number of standard deviations; -1 stands for 0."""
-    return max(0.0, Real(-1)(name, value))
-
-
 NATIVE = COMMON | {
     "prompt": Field(_prompts),
     "n_predict": Field(Integer(-1, COUNT), "max_tokens"),
     "max_tokens": Field(Integer(-1, COUNT), "max_tokens"),
-    "repeat_last_n": Field(Integer(-1, COUNT), "penalty_last_n"),
     "seed": Field(_seed, "seed"),
     "return_tokens": Field(flag),
     "cache_prompt": Field(flag),  # whether it is cached changes no answer
@@ -103,16 +97,6 @@ NATIVE = COMMON | {
     "post_sampling_probs": Field(Unsupported((False,))),
     "response_fields": Field(_names),
     "logit_bias": Field(_biases),
-    "lora": Field(Unsupported(([],))),
-    "samplers": Field(Unsupported()),
-    "mirostat": Field(Unsupported((0,))),
-    "adaptive_target": Field(Unsupported((-1,))),
-    "xtc_probability": Field(Real(0, 1), "xtc_probability"),
-    "xtc_threshold": Field(Real(0, 1), "xtc_threshold"),
-    "dry_multiplier": Field(Unsupported((0,))),  # without it, other fields of DRY have no effect
-    "dynatemp_range": Field(Unsupported((0,))),
-    "top_n_sigma": Field(_sigmas, "top_n_sigma"),
-    "t_max_predict_ms": Field(Unsupported((0, -1))),
 }  # fmt: skip
 INFILL = NATIVE | {
     "input_prefix": Field(any_text),
@@ -127,7 +111,7 @@ TOKENIZE = {
     "with_pieces": Field(flag),
 }
 DETOKENIZE = {"tokens": Field(token_ids)}
-APPLY_TEMPLATE = {
+APPLY_TEMPLATE = TEMPLATE | {
     "messages": Field(messages_field),
     "tools": Field(tools_field),
     "tool_choice": Field(tool_choice_field),

@@ -22,6 +22,7 @@ from .fields import (
     BEYOND,
     COUNT,
     SEED,
+    TEMPLATE,
     TOP_K,
     Field,
     Unsupported,
@@ -159,7 +160,7 @@ def _output_config(name: str, value: Any) -> tuple[str | None, Any]:
     return effort, None if form is None else text_format(f"{name}.format", form)
 
 
-_PROMPT = {
+_PROMPT = TEMPLATE | {
     "model": Field(any_text),
     "messages": Field(messages_field),
     "system": Field(_system),

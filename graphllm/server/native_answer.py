@@ -87,7 +87,11 @@ class NativeAnswer(Answer):
         return b"".join(map(self.frame, self.pieces(new)))
 
     def ended(self, index: int, finish: str) -> Iterator[Object]:
-        yield from ()
+        """Yield an event with the tokens that have no text, such as those of a stop string."""
+        done, sent = self._prompts[index], self._sent.get(index, 0)
+        if rest := done.ids[sent:]:
+            head = {"index": index, "stop": False, "tokens_evaluated": len(done.prompt_ids)}
+            yield {**head, "content": "", "tokens": rest}
 
     def finish(self, prompts: Sequence[Completion]) -> Iterator[Object]:
         for index, done in enumerate(prompts):

@@ -9,6 +9,7 @@ from .harmony import is_harmony
 from .tool_call_parser import overlap
 
 BEGIN, END = "<think>", "</think>"
+_LONGEST_SPACE = 512  # characters of white space before the reasoning
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # of OpenAI's API
 _THREE = {"minimal": "low", "xhigh": "high"}  # the efforts that templates do not have
 
@@ -59,11 +60,14 @@ class ReasoningParser:
         return self._state(last)
 
     def _start(self, last: bool) -> tuple[str, str]:
-        shown = self._rest.lstrip()
+        head = self._rest[: _LONGEST_SPACE + len(BEGIN)]
+        shown = head.lstrip()
         if shown.startswith(BEGIN):
-            self._rest, self._state = shown[len(BEGIN) :], self._reasoning
+            at = len(head) - len(shown) + len(BEGIN)
+            self._rest, self._state = self._rest[at:], self._reasoning
             return self._reasoning(last)
-        if BEGIN.startswith(shown) and not last:
+        is_open = len(head) < _LONGEST_SPACE + len(BEGIN) and not last
+        if is_open and BEGIN.startswith(shown):
             return "", ""
         self._state = self._content
         return self._content(last)

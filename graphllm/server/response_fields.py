@@ -23,6 +23,7 @@ from .fields import (
     COMMON,
     COUNT,
     SEED,
+    TEMPLATE,
     TOP_K,
     Field,
     Unsupported,
@@ -120,7 +121,7 @@ def _include(name: str, value: Any) -> list[str]:
 # Not in this API, with the names of `/v1/chat/completions`.
 _OF_CHATS = ("stop", "presence_penalty", "frequency_penalty", "logit_bias")
 
-RESPONSES = BEYOND | {name: COMMON[name] for name in _OF_CHATS} | {
+RESPONSES = BEYOND | TEMPLATE | {name: COMMON[name] for name in _OF_CHATS} | {
     "model": Field(any_text),
     "input": Field(input_field),
     "instructions": Field(any_text),

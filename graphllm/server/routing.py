@@ -55,6 +55,8 @@ class _EndpointsApp:
         self._calls = {(method, path): call for method, path, call in table if "{" not in path}
         routes = [Route(path, call, methods=[method]) for method, path, call in table]
         self._app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+        # The location of a redirection has the Host header of the request, which is not checked.
+        self._app.router.redirect_slashes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = None

@@ -7,14 +7,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .tool_call_parser import ToolCall, ToolCallParser, overlap
+from .tool_call_parser import (
+    LONGEST_HEAD,
+    NAME,
+    ToolCall,
+    ToolCallParser,
+    beginnings,
+    overlap,
+)
 from .tool_formats import TaggedFormat
 from .tool_grammar import string_values
 from .tools import Tool
 
 _GAP = r"\s{0,64}"  # white space within a call: bounded, and so is the time to match its beginning
-_NAME = "([a-zA-Z0-9_-]{1,64})"
-_LONGEST_HEAD = 512  # characters
 _LONGEST_KEY = 256
 # How templates that write values with Jinja's ``string`` filter show them.
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -49,7 +54,7 @@ class TaggedCallParser(ToolCallParser):
 
     def _head(self, last: bool) -> bool:
         """A call up to its arguments."""
-        read = self._begun + self._rest[self._at : self._at + _LONGEST_HEAD]
+        read = self._begun + self._rest[self._at : self._at + LONGEST_HEAD]
         found = self._head_pattern.match(read)
         if found is not None and found[1] in self._names:
             self._at += found.end() - len(self._begun)
@@ -155,7 +160,7 @@ class TaggedCallParser(ToolCallParser):
     def _after(self, last: bool) -> bool:
         """The markers after the arguments, each of which models may forget."""
         at = self._after_space(self._at)
-        rest = self._rest[at : at + _LONGEST_HEAD]
+        rest = self._rest[at : at + LONGEST_HEAD]
         for index, mark in enumerate(map(str.lstrip, self._remaining)):
             if rest.startswith(mark):
                 self._at = at + len(mark)
@@ -186,24 +191,16 @@ def _json_value(text: str) -> str:
 def _head_patterns(form: TaggedFormat) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return the pattern of a call up to its arguments, and that of its beginnings."""
     follow = ["{"] if form.tags is None else [form.tags.key_begin, form.ends[0]]
-    atoms = [*_literal(form.begin), _GAP, _NAME, _GAP]
+    atoms = [*_literal(form.begin), _GAP, NAME, _GAP]
     if form.separator:
         atoms += [*_literal(form.separator.strip()), _GAP]
     wrapper = [*_literal(form.wrapper), _GAP] if form.wrapper else []
     ahead = "|".join(map(re.escape, follow))
     whole = f"(?:{''.join(wrapper)})?{''.join(atoms)}(?={ahead})"
-    ends = [_nested([*atoms, *_literal(mark)]) for mark in follow]
-    ends += [_nested([*wrapper, *atoms, *_literal(mark)]) for mark in follow]
+    ends = [beginnings([*atoms, *_literal(mark)]) for mark in follow]
+    ends += [beginnings([*wrapper, *atoms, *_literal(mark)]) for mark in follow]
     return re.compile(whole), re.compile("|".join(ends))
 
 
 def _literal(text: str) -> Iterator[str]:
     return map(re.escape, text)
-
-
-def _nested(atoms: Sequence[str]) -> str:
-    """Return the pattern of all beginnings of a sequence of patterns."""
-    pattern = ""
-    for atom in reversed(atoms):
-        pattern = f"(?:{atom}{pattern})?"
-    return pattern

@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from .tool_formats import ToolFormat
 
-_HEAD = re.compile(
-    r'\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-)
-_NAMED_HEAD = re.compile(r"([a-zA-Z0-9_-]+)\s*(?=\{)")
-_SPACE = re.compile(r"\s*")
-_KEYS = {"name", "arguments", "parameters", "id", "type"}
+LONGEST_HEAD = 512  # characters of a call up to its arguments, or of white space
+NAME = "([a-zA-Z0-9_-]{1,64})"
+
+
+def beginnings(atoms: Iterable[str]) -> str:
+    """Return the pattern of all beginnings of a sequence of patterns."""
+    pattern = ""
+    for atom in reversed([*atoms]):
+        pattern = f"(?:{atom}{pattern})?"
+    return pattern
+
+
+_GAP = r"\s*"
+_NAME_ATOMS = [r"\{", _GAP, *'"name"', _GAP, ":", _GAP, '"', NAME, '"']
+_ATOMS = [*_NAME_ATOMS, _GAP, ",", _GAP, '"', "(?:arguments|parameters)", '"', _GAP, ":", _GAP]
+_PARTS = [*_ATOMS[:-5], f"(?:{beginnings('arguments')}|{beginnings('parameters')})", *_ATOMS[-4:]]
+_HEAD = re.compile("".join(_ATOMS) + r"(?=\{)")
+_PARTIAL_HEAD = re.compile(beginnings(_PARTS))
+_NAME_FIRST = re.compile("".join(_NAME_ATOMS))
 _FIRST_KEY = re.compile(r'\{\s*"([^"]*)"')
+_PARTIAL_KEY = re.compile(r'\{\s*("[^"]*)?')
+_NAMED_HEAD = re.compile(rf"([a-zA-Z0-9_-]{{1,128}})\s{{0,{LONGEST_HEAD}}}(?=\{{)")
+_SPACE = re.compile(rf"\s{{0,{LONGEST_HEAD}}}")
+_KEYS = {"name", "arguments", "parameters", "id", "type"}
 
 
 @dataclass
@@ -68,6 +85,7 @@ class ToolCallParser:
         self._begun = ""  # what precedes the call that is being read
         self._in_text = False  # whether text came since the last call
         self._scanner = _ValueScanner()
+        self._held = list[str]()  # parts of a call that is read to its end
 
     @property
     def _marks(self) -> tuple[str, ...]:
@@ -96,12 +114,16 @@ class ToolCallParser:
         self._begun, self._at, self._in_text = "", end, True
 
     def _after_space(self, at: int) -> int:
-        """Return the position of the first character from ``at`` on that is no white space."""
+        """Return the position after white space, but at most `LONGEST_HEAD` characters of it.
+
+        What is held back until other text comes is bounded so, and is not read again and again.
+        """
         found = _SPACE.match(self._rest, at)
         return at if found is None else found.end()
 
     # Each state consumes some of the rest, and returns whether another one goes on with it. It
-    # copies only what it consumes, so that the time is linear in the length of an answer.
+    # copies only what it consumes, and leaves a bounded part for the next push, so that the time is
+    # linear in the length of an answer, however it is split.
     def _text(self, last: bool) -> bool:
         """Text up to the beginning of a call. White space alone before a call is no text."""
         rest, marks = self._rest, self._marks
@@ -122,12 +144,13 @@ class ToolCallParser:
         """The beginning of an answer that may be calls as a whole."""
         if self._form.named:
             return self._opening_name(last)
-        shown, opening = "".join(self._rest.split()), self._form.begin + "{"
+        head, opening = self._rest[:LONGEST_HEAD], self._form.begin + "{"
+        shown = "".join(head.split())
         if shown.startswith(opening):
             self._at = self._rest.index("{")
             self._begun, self._state = self._rest[: self._at], self._head
             return True
-        if last or not opening.startswith(shown):
+        if last or len(head) == LONGEST_HEAD or not opening.startswith(shown):
             self._state = self._passing
             return True
         return False
@@ -136,9 +159,8 @@ class ToolCallParser:
         """As `_opening`, of calls without an object around them; also what follows a call."""
         start = self._after_space(self._at)
         found = _NAMED_HEAD.match(self._rest, start)
-        if found is not None and self._called(found[1]) in self._names:
-            self._begun, self._at = self._rest[self._at : start], start
-            self._state = self._head
+        if found is not None and (name := self._called(found[1])) in self._names:
+            self._begin_call(name, found.end())
             return True
         name = self._rest[start : start + self._longest + self._form.id_length + 1]
         if self._after_space(start + len(name)) == len(self._rest):
@@ -151,8 +173,9 @@ class ToolCallParser:
         return True
 
     def _called(self, found: str) -> str:
-        """Return the name of a function, which an id may follow."""
-        return found[: len(found) - self._form.id_length] if self._form.named else found
+        """Return the name of a function, without the id that follows it; or all, if none does."""
+        size = len(found) - self._form.id_length
+        return found[:size] if found[size:].isalnum() else found
 
     def _may_be_called(self, text: str) -> bool:
         """Whether a text is the beginning of a name and its id."""
@@ -171,39 +194,50 @@ class ToolCallParser:
     def _head(self, last: bool) -> bool:
         """A call up to its arguments; or the whole call, if its keys come in another order."""
         start = self._after_space(self._at)
-        self._begun += self._rest[self._at : start]
-        self._at = start
-        found = (_NAMED_HEAD if self._form.named else _HEAD).match(self._rest, start)
-        if found is not None:
-            name = self._called(found[1])
-            if name not in self._names:
-                return self._not_a_call(start)
-            self._parts.append(ToolCall(self.calls, name, ""))
-            self._begun, self._at = "", found.end()
-            self._begin_arguments(name)
+        read = self._rest[start : start + LONGEST_HEAD]
+        found = _HEAD.match(read)
+        if found is not None and found[1] in self._names:
+            self._begin_call(found[1], start + found.end())
             return True
-        key = _FIRST_KEY.match(self._rest, start)
-        other = self._rest[start : start + 1] not in ("", "{")
-        if other or (key is not None and key[1] not in _KEYS):
+        is_open = not last and len(read) < LONGEST_HEAD
+        if found is None and is_open and _PARTIAL_HEAD.fullmatch(read):
+            return False
+        key, name = _FIRST_KEY.match(read), _NAME_FIRST.match(read)
+        if key is None and is_open and _PARTIAL_KEY.fullmatch(read):
+            return False
+        is_named = key is not None and key[1] == "name"
+        if key is None or key[1] not in _KEYS or found is not None:
             return self._not_a_call(start)
-        return self._whole_call(last)
+        if is_named and (name is None or name[1] not in self._names):
+            return self._not_a_call(start)
+        self._begun += self._rest[self._at : start]
+        self._at, self._state = start, self._whole_call
+        return True
+
+    def _begin_call(self, name: str, end: int) -> None:
+        """Pass on the name of a call, whose arguments begin at ``end``."""
+        self._parts.append(ToolCall(self.calls, name, ""))
+        self._begun, self._at = "", end
+        self._begin_arguments(name)
 
     def _whole_call(self, last: bool) -> bool:
         """A call whose object is read to its end. If it is none, all of the object is text."""
-        end = self._scanner.end(self._rest, self._at)
-        if end is None:
-            return self._not_a_call(len(self._rest)) if last else False
-        self._scanner = _ValueScanner()
+        part, done = self._scanned()
+        self._held.append(part)
+        if not done and not last:
+            return False
+        text, self._held, self._scanner = "".join(self._held), [], _ValueScanner()
         try:
-            call = json.loads(self._rest[self._at : end])
+            call = json.loads(text)
             name, arguments = call["name"], call.get("arguments", call.get("parameters"))
         except (ValueError, KeyError, TypeError, RecursionError):
-            return self._not_a_call(end)
+            name = arguments = None
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
-            return self._not_a_call(end)
+            self._begun += text
+            return self._not_a_call(self._at)
         self._parts.append(ToolCall(self.calls, name, json.dumps(arguments, ensure_ascii=False)))
         self.calls += 1
-        self._begun, self._at, self._state, self._in_text = "", end, self._after, False
+        self._begun, self._state, self._in_text = "", self._after, False
         return True
 
     def _not_a_call(self, end: int) -> bool:
@@ -246,11 +280,11 @@ class ToolCallParser:
 
     def _closing(self, last: bool) -> bool:
         """The brace of a call, which models forget, or further keys and the brace."""
-        at = self._after_space(self._at)
+        self._at = at = self._after_space(self._at)
         mark = self._rest[at : at + 1]
         if mark == ",":
             self._state = self._further_keys
-        elif mark:
+        elif mark.strip():
             self._at, self._state = at + (mark == "}"), self._leave
         return bool(mark)
 
@@ -283,7 +317,8 @@ class ToolCallParser:
     def _trailing(self, last: bool) -> bool:
         """Text after a list of calls."""
         if self._after_space(self._at) < len(self._rest):
-            return self._passing(last)
+            self._state = self._passing
+            return True
         return False
 
 

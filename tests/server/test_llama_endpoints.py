@@ -68,6 +68,10 @@ def test_completion(llm, server):
     _, found = server.call("/completion", {**body, "stop": [stop]})
     assert (found["stop_type"], found["stopping_word"]) == ("word", stop)
     assert found["content"] == done.text.partition(stop)[0]
+    *events, last = stream(server, "/completion", **body, stop=[stop])
+    tokens = [token for event in events for token in event["tokens"]]
+    assert tokens == last["tokens"] == found["tokens"]  # those of the stop string, too
+    assert "".join(event["content"] for event in events) == found["content"]
     _, found = server.call("/completion", {"prompt": "hello", "json_schema": SCHEMA, "seed": -1})
     check_schema(found["content"])
     assert found["stop_type"] == "eos"

@@ -24,6 +24,7 @@ import graphllm
 from graphllm.api.recording import Recording, read_recording
 from graphllm.cli import app
 from graphllm.errors import RequestError
+from graphllm.server.metrics import Metrics
 
 COMPLETE = "/v1/completions"
 OPTIONS = {"device": "cpu", "threads": 1, "context": 128}
@@ -57,6 +58,30 @@ def lines(model) -> list[str]:
     recording.close()
     assert file.stat().st_mode & 0o077 == 0
     return file.read_text().splitlines()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_whose_step_fails_end_and_are_recorded(model, tmp_path, monkeypatch, stream):
+    """All prompts of the request, also after an error that is a defect of the server."""
+    file = tmp_path / "failed.jsonl"
+    recording = Recording(file, {"model": str(model), "options": OPTIONS}, pytest.fail)
+    with graphllm.load(model, **OPTIONS, max_sequences=4) as llm:
+        server, runner = Running(llm, recording=recording), llm.engine.batcher.runner
+
+        def fail(*step: Any) -> None:
+            raise ValueError("a defect")
+
+        counted: list[Any] = []
+        monkeypatch.setattr(Metrics, "count", lambda _, done: counted.append(done))
+        monkeypatch.setattr(runner, "decode", fail)
+        body = {"prompt": ["a", "b", "c"], "max_tokens": 9, "ignore_eos": True, "stream": stream}
+        status, found = server.call(COMPLETE, body)
+        assert status == (200 if stream else 500) and "server_error" in str(found)
+        server.stop()
+        assert not llm.engine.batcher.generations and len(counted) == 3
+    recording.close()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert ["a defect" in line["error"] for line in lines if "answer" in line] == [True] * 3
 
 
 @pytest.fixture

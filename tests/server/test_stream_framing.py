@@ -55,6 +55,7 @@ def test_a_stream_has_chunks_only_in_http_1_1(llm, server, version):
 def test_paths_with_and_without_parameters_and_other_methods(server):
     assert server.call("/v1/models")[0] == server.call("/v1/models/tiny")[0] == 200
     assert server.call("/v1/models/nothing")[0] == 404
+    assert server.call("/v1/completions/", {"prompt": "a"})[0] == 404  # no redirection
     status, answer = server.call("/v1/completions")
     assert status == 405 and "GET /v1/completions" in answer["error"]["message"]
     connection = server.connect()

@@ -94,6 +94,8 @@ def parse(form: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str
     (MISTRAL_WITH_IDS, "add it", "add it", []),
     (MISTRAL_WITH_IDS, "add12345678", "add12345678", []),
     (MISTRAL_WITH_IDS, "Hello {}", "Hello {}", []),
+    (MISTRAL_WITH_IDS, "add1234_6789{}", "add1234_6789{}", []),
+    (MISTRAL_WITH_IDS, "get_time123456789{}add ", "add ", BOTH[1:]),
 ])  # fmt: skip
 def test_calls_and_text(form, answer, shown, calls):
     """However the answer is split: at every character, and into single ones."""

@@ -73,6 +73,13 @@ def parse(form: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str
     (LLAMA3, '{"name": "Ada", "age": 3}', '{"name": "Ada", "age": 3}', []),
     (LLAMA3, '{"name": "add", "arguments"', '{"name": "add", "arguments"', []),
     (LLAMA3, " plain { text }", " plain { text }", []),
+    (LLAMA3, f"{TWO} {{ ", " { ", [TIME]),
+    (MISTRAL, f"[{TWO}] a ", " a ", [TIME]),
+    (HERMES, f"<tool_call>{{{' ' * 100}{ONE[1:]}", "", [ADD]),
+    (HERMES, f'<tool_call>{{"name": "{"a" * 65}", "arguments": {{}}}}',
+     f'<tool_call>{{"name": "{"a" * 65}", "arguments": {{}}}}', []),
+    (HERMES, '<tool_call>{"name": "add", "name": 1, "arguments": {}}',
+     '<tool_call>{"name": "add", "name": 1, "arguments": {}}', []),
 ])  # fmt: skip
 def test_calls_and_text(form, answer, shown, calls):
     """However the answer is split into pieces."""
@@ -112,14 +119,27 @@ ADDS = "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>js
     (f"<|channel|>commentary<|message|>Now:<|end|>{ADDS}{{}}<|call|>", "", "Now:",
      [("add", "{}")]),
     ("<|channel|>commentary to=functions.rm<|message|>{}", "", "{}", []),
+    (' to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"a": 1}', "", "",
+     [("add", '{"a": 1}')]),
+    ("assistant<|channel|>analysis<|message|>Hm<|end|>\n<|start|>assistant to=functions.get_time"
+     "<|channel|>commentary<|message|>{}<|call|>", "Hm", "", [("get_time", "{}")]),
+    ("<|message|>a<|end|> tea", "", "a tea", []),
     ("plain <|text", "", "plain <|text", []),
+    ("Hello <|channel|>final<|message|>5", "", "Hello <|channel|>final<|message|>5", []),
+    ("assistant of" + " text" * 200 + "<|message|>a", "",
+     "assistant of" + " text" * 200 + "<|message|>a", []),
+    (" assist", "", " assist", []),
+    ("  ", "", "  ", []),
     ("<|channel|>anal", "", "", []),
+    (" to=functions.add<|channel|>comm", "", "", []),
     ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>fin", "a", "", []),
 ])  # fmt: skip
 def test_harmony(answer, reasoning, content, calls):
-    for pieces in ([answer], list(answer), [answer[:30], answer[30:]]):
+    """However the answer is split: at every character, and into single ones."""
+    splits = [[*answer], *([answer[:at], answer[at:]] for at in range(len(answer)))]
+    for *pieces, end in ([answer], *splits, *([*pieces, ""] for pieces in splits)):
         parser, shown, made = HarmonyParser(NAMES), ["", ""], dict[int, list[str]]()
-        found = [*(parser.push(piece, last=False) for piece in pieces), parser.push("", last=True)]
+        found = [*(parser.push(each, last=False) for each in pieces), parser.push(end, last=True)]
         for part in joined(found):
             if isinstance(part, Text):
                 shown[not part.reasoning] += part.text
@@ -127,6 +147,13 @@ def test_harmony(answer, reasoning, content, calls):
                 made.setdefault(part.index, [part.name, ""])[1] += part.arguments
         assert (shown, [*map(tuple, made.values())]) == ([reasoning, content], calls)
         assert parser.calls == len(calls)
+
+
+def test_a_header_of_harmony_is_bounded():
+    """Text that begins as a header does is passed on, before the answer ends."""
+    parser = HarmonyParser(NAMES)
+    found = joined(parser.push("assistant ", last=False) for _ in range(100))
+    assert "".join(part.text for part in found) == "assistant " * 100
 
 
 @pytest.mark.parametrize("form, answer, calls", [
@@ -142,6 +169,29 @@ def test_time_is_linear(form, answer, calls):
     """Quadratic time would be minutes."""
     shown, _, count = parse(form, [answer])
     assert count == calls and shown == ("" if calls else answer)
+
+
+@pytest.mark.parametrize("form, begun, filler", [
+    (HERMES, "<tool_call>", "    "), (HERMES, "<tool_call>{", "    "), (HERMES, "", "    "),
+    (HERMES, '<tool_call>{"', "aaaa"), (HERMES, '<tool_call>{"name": "', "aaaa"),
+    (HERMES, f"<tool_call>{ONE}", "    "), (MISTRAL, "", "    "), (MISTRAL, f"[{TWO},", "    "),
+    (MISTRAL, f"[{TWO}]", "    "), (MISTRAL_NAMED, "add", "    "), (LLAMA3, "{", "    "),
+])  # fmt: skip
+def test_text_that_is_held_back_is_bounded(form, begun, filler):
+    """Otherwise each piece of an answer takes longer than the last one."""
+    parser = ToolCallParser(form, NAMES)
+    parser.push(begun)
+    shown = joined(parser.push(filler) for _ in range(400))
+    passed = "".join(part.text for part in shown if isinstance(part, Text))
+    assert passed.endswith(filler * 390) and shown[-1] == Text(filler)
+
+
+def test_leading_white_space_of_reasoning_is_bounded():
+    parser = ReasoningParser(begun=False)
+    found = [parser.push("    ") for _ in range(400)]
+    assert found[-1] == ("", "    ") and len("".join(text for _, text in found)) == 1600
+    whole = ReasoningParser(begun=False).push(" " * 1600 + "<think>", last=True)
+    assert whole == ("", " " * 1600 + "<think>")
 
 
 @pytest.mark.parametrize("message, parts", [
