@@ -205,7 +205,7 @@ def _padded(
     values: Sequence[float], width: int, fill: float = -1, kind: type = np.int32
 ) -> np.ndarray:
     """Return an array [width] that begins with ``values``."""
-    found = np.full(width, fill, kind)
+    found: np.ndarray = np.full(width, fill, kind)
     found[: len(values)] = values
     return found
 
