@@ -31,6 +31,7 @@ from .fields import (
 from .infill import InfillPrompts
 from .json_data import json_bytes, json_response
 from .metrics import Metrics
+from .prompt_parts import check_prompt_sizes
 from .reasoning import reasoning_variables
 from .request_body import read_json
 from .served_model import ServedModel
@@ -108,7 +109,7 @@ class Completions:
     # -- endpoints
     async def complete(self, request: Request) -> ASGIApp:
         """``/v1/completions``."""
-        values = await self.read(request, COMPLETION, "prompt")
+        values = await self.read_prompts(request, COMPLETION)
         defaults = {**_DEFAULTS, "max_tokens": 16, **self.served.defaults}
         settings = defaults | sampling_settings(COMPLETION, values)
         echo, stream = values.get("echo", False), values.get("stream", False)
@@ -173,6 +174,12 @@ class Completions:
     ) -> dict[str, Any]:
         """Return the values of a request's fields; see `check`."""
         return self.check(await self.body(request), table, *required)
+
+    async def read_prompts(self, request: Request, table: Mapping[str, Field]) -> dict[str, Any]:
+        """Return the values of the fields of a request with prompts that may be token ids."""
+        body = await self.body(request)
+        check_prompt_sizes(body, self.llm.limits.context)
+        return self.check(body, table, "prompt")
 
     async def body(self, request: Request) -> Any:
         """Return the JSON value of a request's body; see `read_json`."""
