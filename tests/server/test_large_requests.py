@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from running_server import MODEL
 
 import graphllm
 
@@ -12,8 +13,13 @@ pytest.importorskip("starlette")
 
 from graphllm.api.prompts import parse_prompt
 from graphllm.arguments import invalid_argument, token_ids
+from graphllm.engine.generation import Generation
+from graphllm.engine.request import Sampling
+from graphllm.engine.sequence import ActiveSequence
 from graphllm.server.errors import ApiError
 from graphllm.server.prompt_parts import check_prompt_sizes
+
+MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 class CountedList(list[Any]):
@@ -93,3 +99,34 @@ def test_long_values_are_not_formatted():
     assert CountedRepr.count < 500
     long = invalid_argument("stop", "a  b" * 10**6, "short")
     assert str(long).startswith("stop = 'a ba ba b") and str(long).endswith("... must be short")
+
+
+PROMPTS = {
+    "/v1/completions": {"prompt": "a"},
+    "/completion": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": MESSAGES, "model": MODEL, "max_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_stop_token_ids_are_bounded(server, path):
+    body = {"max_tokens": 2, **PROMPTS[path]}
+    assert server.call(path, {**body, "stop_token_ids": [5] * 1024})[0] == 200
+    status, found = server.call(path, {**body, "stop_token_ids": [5] * 1025})
+    assert status == 400 and "stop_token_ids" in found["error"]["message"]
+
+
+def test_stop_token_ids_are_looked_up():
+    """They are a set for the thread that runs the steps of all requests."""
+
+    class Ids(tuple[int, ...]):
+        def __contains__(self, token: object) -> bool:
+            raise AssertionError("a search of all ids")
+
+    sampling = Sampling(max_tokens=9, stop_ids=Ids((7, 8)), seed=1)
+    generation = Generation(ActiveSequence([1], 1), sampling, {}, (), None, context=99)
+    assert not generation.may_end([5]) and generation.may_end([5, 8])
+    assert not generation.push(5) and generation.push(8)
+    assert generation.finish_reason == "stop"
