@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ..api.async_llm import AsyncLLM, AsyncRequest
-from ..engine.completion import Completion
 from ..errors import GraphllmError
-from .answers import Answer, ChatAnswer, Object, Piece
+from .answer_events import answer_events
+from .answers import Answer, ChatAnswer
 from .bills import asks_bill, bill_field
 from .chat_text import ChatText, ToolUse, chat_messages, chat_text, tool_use
 from .errors import ApiError, api_error
@@ -29,7 +29,7 @@ from .fields import (
     setting_names,
 )
 from .infill import InfillPrompts
-from .json_data import json_bytes, json_response
+from .json_data import encode_json, json_response
 from .metrics import Metrics
 from .prompt_parts import check_prompt_sizes
 from .reasoning import reasoning_variables
@@ -278,7 +278,7 @@ class Completions:
         requests: list[AsyncRequest] = []
         stream = None
         if job.stream:
-            events = self._events(request, job, requests)
+            events = answer_events(request, job.answer, requests, job.samples)
             stream = EventStream(events, job.answer, lambda: self._end(job, requests))
         arrived = None if stream is None else stream.wake
         streams = False
@@ -292,11 +292,8 @@ class Completions:
             if stream is not None:
                 streams = True
                 return stream
-            done = await until_disconnect(request.receive, _results(requests))
-            whole = job.answer.whole(done)
-            if job.answer.bills:
-                whole |= bill_field(request, done)
-            return Response(json_bytes(whole), media_type="application/json")
+            body = await until_disconnect(request.receive, _whole(request, job, requests))
+            return Response(body, media_type="application/json")
         except ClientDisconnected:
             raise
         except Exception as error:
@@ -337,58 +334,11 @@ class Completions:
             request.state.arrived_ns,
         )
 
-    def _events(
-        self, request: Request, job: Job, requests: Sequence[AsyncRequest]
-    ) -> Generator[bytes, None, None]:
-        """Yield the events of an answer, of several prompts one after another.
 
-        See `EventStream`. The events of results that came at once are joined.
-        """
-        answer = job.answer
-        prompts = [each.handle.completion for each in requests]
-
-        def joined(events: Iterable[Object]) -> bytes:
-            return b"".join(map(answer.frame, events))
-
-        if data := joined(answer.begin(prompts, job.samples)):
-            yield data
-        for index, each in enumerate(requests):  # all are computed meanwhile
-            first = index * job.samples
-            for new in _new_pieces(each, first):
-                data = answer.encoded(new) if new else b""
-                if data or not new:
-                    yield data
-            for sample, done in enumerate(each.completions):
-                if data := joined(answer.ended(first + sample, done.finish_reason)):
-                    yield data
-        last = list(answer.finish(prompts))
-        if answer.bills:
-            last[-1] |= bill_field(request, prompts)
-        if data := joined(last):
-            yield data
-
-
-async def _results(requests: Sequence[AsyncRequest]) -> list[Completion]:
-    return [await each.result() for each in requests]
-
-
-def _new_pieces(request: AsyncRequest, first: int) -> Generator[list[Piece], None, None]:
-    """Yield the new pieces of a request's samples until it has ended; none: it must wait for them.
-
-    ``first``: number of the choice that is sample 0.
-    """
-    completions = request.completions
-    seen = [(0, 0)] * len(completions)  # characters and log-probabilities
-    ended = False
-    while not ended:
-        _, ended = request.handle.poll()
-        pieces: list[Piece] = []
-        for sample, done in enumerate(completions):
-            text, tokens = done.text[seen[sample][0] :], done.logprobs[seen[sample][1] :]
-            if text or tokens:
-                seen[sample] = len(done.text), len(done.logprobs)
-                pieces.append((first + sample, text, tokens))
-        if pieces:
-            yield pieces
-        if not ended:
-            yield []
+async def _whole(request: Request, job: Job, requests: Sequence[AsyncRequest]) -> bytes:
+    """Return the body of a whole answer, when the requests of its prompts have ended."""
+    done = [await each.result() for each in requests]
+    whole = job.answer.whole(done)
+    if job.answer.bills:
+        whole |= bill_field(request, done)
+    return await encode_json(whole)
