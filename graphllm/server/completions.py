@@ -18,7 +18,7 @@ from .answer_events import answer_events
 from .answers import Answer, ChatAnswer
 from .bills import asks_bill, bill_field
 from .chat_text import ChatText, ToolUse, chat_messages, chat_text, tool_use
-from .errors import ApiError, api_error
+from .errors import ApiError, api_error, overloaded
 from .fields import (
     CHAT,
     COMPLETION,
@@ -272,8 +272,7 @@ class Completions:
         job.answer.bills = asks_bill(request, job.settings, len(job.prompts))
         settings = {**job.settings, "profile": job.answer.bills or self._profile}
         if self._pending + job.choices > MAX_PENDING:
-            text = "the server has too many requests; try again later"
-            raise ApiError(503, text, code="server_overloaded", headers={"retry-after": "1"})
+            raise overloaded()
         self._pending += job.choices
         requests: list[AsyncRequest] = []
         stream = None

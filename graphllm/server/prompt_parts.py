@@ -24,8 +24,10 @@ def check_prompt_sizes(body: Any, context: int) -> None:
     of millions of ids, which the event loop has no time for. ApiError: a list is too long.
     """
     value = body.get("prompt") if isinstance(body, dict) else None
-    several = isinstance(value, list) and value and isinstance(value[0], list)
-    for each in value if several else [value]:
+    prompts: list[Any] = [value]
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        prompts = value
+    for each in prompts:
         if not isinstance(each, list) or len(each) <= context:
             continue
         count = len(each) if isinstance(each[0], int) else [*map(type, each)].count(int)
