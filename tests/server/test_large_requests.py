@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Generator
 from typing import Any
 
@@ -26,9 +27,11 @@ from graphllm.server.answers import Answer, ChatAnswer
 from graphllm.server.chat_text import chat_text
 from graphllm.server.errors import ApiError
 from graphllm.server.json_data import PART, LazyArray, encode_json, json_bytes, json_parts
+from graphllm.server.llama_fields import MAX_TEXT
 from graphllm.server.native_answer import NativeAnswer
 from graphllm.server.prompt_parts import check_prompt_sizes
 from graphllm.server.streaming import MAX_JOINED, EventStream
+from graphllm.server.tokenizer_endpoints import TokenizerEndpoints
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -310,3 +313,54 @@ def test_no_events_are_made_after_a_disconnect():
 
     made, stream = asyncio.run(run())
     assert stream.made == made < 10 and len(stream.sent) == 1
+
+
+class CountedTokenizer:
+    """A tokenizer with one token per character, which counts the calls of `piece`."""
+
+    pieces = 0
+
+    def encode(self, text: str, **options: bool) -> list[int]:
+        return [ord(char) for char in text]
+
+    def piece(self, token: int) -> bytes:
+        self.pieces += 1
+        return chr(token).encode("latin-1")
+
+
+def test_pieces_are_made_once_for_each_token():
+    tokenizer: Any = CountedTokenizer()
+    endpoints = TokenizerEndpoints(tokenizer, 0)
+    values = {"content": 'a"\xff' * 1000, "with_pieces": True}
+    found = json.loads(endpoints._tokens(values))["tokens"]
+    pieces = [{"id": 97, "piece": "a"}, {"id": 34, "piece": '"'}, {"id": 255, "piece": [255]}]
+    assert found == pieces * 1000 and tokenizer.pieces == 3
+    values["with_pieces"] = False
+    assert json.loads(endpoints._tokens(values)) == {"tokens": [97, 34, 255] * 1000}
+    assert json.loads(endpoints._tokens({"content": ""})) == {"tokens": []}
+
+
+def test_tokenizer_endpoints_have_a_thread_of_their_own(llm, server, monkeypatch):
+    threads, own = list[str](), llm.tokenizer
+    encode, decode = own.encode, own.decode
+
+    def noted(call: Any) -> Any:
+        def run(*given: Any, **options: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return call(*given, **options)
+
+        return run
+
+    monkeypatch.setattr(own, "encode", noted(encode))
+    monkeypatch.setattr(own, "decode", noted(decode))
+    ids = server.call("/tokenize", {"content": "hello"})[1]["tokens"]
+    assert server.call("/detokenize", {"tokens": ids})[1]["content"].strip() == "hello"
+    assert {name.partition("_")[0] for name in threads} == {"tokenizer"}
+
+
+def test_tokenizer_endpoints_have_bounds(server):
+    status, found = server.call("/tokenize", {"content": "a" * (MAX_TEXT + 1)})
+    assert (status, found["error"]["param"]) == (400, "content")
+    assert "at most 1,000,000 characters" in found["error"]["message"]
+    status, found = server.call("/detokenize", {"tokens": [5] * (MAX_TEXT + 1)})
+    assert (status, found["error"]["param"]) == (400, "tokens")
