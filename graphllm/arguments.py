@@ -12,7 +12,7 @@ import math
 import numbers
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +21,34 @@ from .errors import RequestError
 Rule = Callable[[str, Any], Any]  # (name, value) -> value
 MAX_MAGNITUDE = 1e30  # fits float32, with headroom for products
 _SHOWN = 80  # maximum number of characters of a value in an error
+_READ = 1000  # characters that these are chosen from; sequences of spaces become one
 
 
 def quote(value: object) -> str:
     """Format a value for an error: on one line, with at most 80 characters."""
     try:
-        text = " ".join(repr(value).split())
+        text = " ".join(_repr(value, _READ).split())
     except Exception:  # a user's __repr__ may raise anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _repr(value: object, room: int) -> str:
+    """Return ``repr(value)``, of which all but the first ``room`` characters may be missing.
+
+    A request may have lists with millions of elements.
+    """
+    if type(value) is str:
+        return repr(value[:room])
+    if type(value) is not list:
+        return repr(value)
+    shown: list[str] = []
+    for item in value:
+        if room <= 0:
+            break
+        shown.append(_repr(item, room))
+        room -= len(shown[-1]) + 2
+    return f"[{', '.join(shown)}]"
 
 
 def invalid_argument(name: str, value: object, expected: str) -> RequestError:
@@ -49,13 +68,18 @@ def as_int(value: object) -> int | None:
         return None
 
 
+def are_ints(items: Collection[object]) -> bool:
+    """Whether there are items and each is an int, no bool; in a tenth of the time of `as_int`."""
+    return {*map(type, items)} == {int}
+
+
 def check_token_ids(ids: Iterable[int], vocab: int, name: str | None = None) -> None:
     """Raise RequestError if an id is not in a vocabulary of ``vocab`` tokens.
 
     ``name``: argument that has the ids.
     """
     own = [*ids]
-    if own and {*map(type, own)} == {int} and min(own) >= 0 and max(own) < vocab:
+    if are_ints(own) and min(own) >= 0 and max(own) < vocab:
         return  # in a tenth of the time of the loop
     for token in own:
         if as_int(token) is None or not 0 <= token < vocab:
@@ -198,6 +222,8 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """An iterable of integers of at least 0."""
     items = _items(value)
+    if items and are_ints(items) and min(items) >= 0:
+        return items
     ids = None if items is None else [as_int(item) for item in items]
     if ids is None or any(i is None or i < 0 for i in ids):
         raise invalid_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..arguments import as_int, invalid_argument, quote
+from ..arguments import are_ints, as_int, invalid_argument, quote
 from ..engine.request import Sampling
 from ..errors import RequestError
 
@@ -32,6 +32,8 @@ def parse_prompts(value: Any, where: str) -> str | list[int] | tuple[str | list[
     """
     if isinstance(value, str):
         return str(value)
+    if type(value) is list and are_ints(value):
+        return [*value]
     items = _items(value, where)
     if items and not any(isinstance(item, (str, Iterable)) and _has_axes(item) for item in items):
         return _ids(items, where)

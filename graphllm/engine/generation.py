@@ -112,7 +112,8 @@ class Generation:
             from .grammar import start_grammar  # needs the extra ``structured``
 
             self.grammar = start_grammar(vars(sampling), tokenizer)
-        self._end_ids, self._context = end_ids, context
+        self._end_ids, self._stop_ids = end_ids, frozenset(sampling.stop_ids)
+        self._context = context
         follows = not sequence.source  # the answer continues the prompt's text
         self._text = tokenizer.stream(continuation=follows) if tokenizer else None
         self._matcher = StopStringMatcher(sampling.stop)
@@ -188,7 +189,7 @@ class Generation:
         if not sampling.max_tokens:
             return self._finish("length", at)
         may_stop = count >= sampling.min_tokens
-        if token in self._end_ids or (may_stop and token in sampling.stop_ids):
+        if token in self._end_ids or (may_stop and token in self._stop_ids):
             self._ended_by_token = True
             return self._finish("stop", at)
         count += 1
@@ -256,7 +257,7 @@ class Generation:
             return True
         if self.sequence.prompt_tokens + self.count + len(ids) > self._context:
             return True
-        return any(token in self._end_ids or token in self.sampling.stop_ids for token in ids)
+        return any(token in self._end_ids or token in self._stop_ids for token in ids)
 
     def take_back(self) -> None:
         """Forget the tokens that have no result, after a step that did not end."""

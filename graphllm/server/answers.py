@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 from ..engine.completion import Completion
@@ -13,7 +14,7 @@ from ..tokenizer import Tokenizer
 from ..version import __version__
 from .chat_text import ChatText
 from .errors import ApiError
-from .json_data import json_bytes, json_logprob
+from .json_data import LazyArray, json_bytes, json_logprob, json_parts
 
 Object = dict[str, Any]
 Piece = tuple[int, str, Sequence[TokenLogprobs]]  # number of a choice, its new text and tokens
@@ -52,17 +53,18 @@ class Answer:
         self._model, self.tokenizer = model, tokenizer
         self._offsets: dict[int, int] = {}  # characters of the tokens of each choice so far
         self._around: dict[int, tuple[bytes, bytes]] = {}  # see `_text_event`
+        self._token_texts: dict[int, tuple[str, list[int]]] = {}  # see `_token_text`
 
     # -- what every API has
     def whole(self, prompts: Sequence[Completion]) -> Object:
-        """Return the whole answer to the prompts, which have ended."""
-        choices = [
+        """Return the whole answer to the prompts, which have ended, for `json_parts`."""
+        choices = (
             self.choice(index, done, echo)
             for index, (done, echo) in enumerate(
                 (done, self._echo(prompt)) for prompt in prompts for done in prompt.choices
             )
-        ]
-        return self._object(self.kind, choices) | self._totals(prompts)
+        )
+        return self._object(self.kind, LazyArray(choices)) | self._totals(prompts)
 
     def begin(self, prompts: Sequence[Completion], samples: int) -> Iterator[Object]:
         """Yield the first events of a stream; ``samples``: number of choices of each prompt."""
@@ -75,12 +77,14 @@ class Answer:
         if new:
             yield self._chunk([self.piece(*each) for each in new])
 
-    def encoded(self, new: Sequence[Piece]) -> bytes:
-        """Return the events of what came at once as bytes, as `pieces` and `frame` have them."""
+    def encoded(self, new: Sequence[Piece]) -> Iterator[bytes]:
+        """Yield the events of what came at once as bytes, as `pieces` and `framed` have them."""
         if len(new) != 1 or new[0][2]:
-            return b"".join(map(self.frame, self.pieces(new)))
-        index, text, _ = new[0]
-        return self._text_event(index, text, lambda text: self.piece(index, text, ()))
+            for event in self.pieces(new):
+                yield from self.framed(event)
+        else:
+            index, text, _ = new[0]
+            yield self._text_event(index, text, lambda text: self.piece(index, text, ()))
 
     def _text_event(self, index: int, text: str, piece: Callable[[str], Object]) -> bytes:
         """Return the event of a piece that differs from others of its choice only by its text.
@@ -109,7 +113,13 @@ class Answer:
 
     def frame(self, event: Object) -> bytes:
         """Return a server-sent event."""
-        return b"data: " + json_bytes(event) + b"\n\n"
+        return b"".join(self.framed(event))
+
+    def framed(self, event: Object) -> Iterator[bytes]:
+        """Yield a server-sent event in parts, see `json_parts`."""
+        yield b"data: "
+        yield from json_parts(event)
+        yield b"\n\n"
 
     # -- choices
     def _chunk(self, choices: Sequence[Object], totals: Object | None = None) -> Object:
@@ -127,7 +137,7 @@ class Answer:
         """Return the text of a prompt if the answer echoes it."""
         return self.tokenizer.decode(prompt.prompt_ids) if self._echoes else None
 
-    def _object(self, kind: str, choices: Sequence[Object]) -> Object:
+    def _object(self, kind: str, choices: Sequence[Object] | LazyArray) -> Object:
         head = self._head
         return {
             "id": head["id"],
@@ -135,7 +145,7 @@ class Answer:
             "created": head["created"],
             "model": self._model,
             "system_fingerprint": FINGERPRINT,
-            "choices": list(choices),
+            "choices": choices,
         }
 
     def choice(self, index: int, done: Completion, echo: str | None = None) -> Object:
@@ -144,13 +154,10 @@ class Answer:
         if echo is not None and (tokens or done.prompt_logprobs):
             first = TokenLogprobs(done.prompt_ids[0], 0.0)
             tokens = [first, *done.prompt_logprobs, *done.logprobs]
-        listed = self.logprobs(tokens) if tokens else None
-        if listed is not None and echo is not None:
-            listed["token_logprobs"][0] = listed["top_logprobs"][0] = None
         return {
             "index": index,
             "text": (echo or "") + done.text,
-            "logprobs": listed,
+            "logprobs": self.logprobs(tokens, known=echo is None) if tokens else None,
             "finish_reason": done.finish_reason,
         }
 
@@ -174,24 +181,37 @@ class Answer:
             self._offsets[index] = listed["text_offset"][-1] + len(listed["tokens"][-1])
         return {"index": index, "text": text, "logprobs": listed, "finish_reason": finish}
 
-    def logprobs(self, tokens: Iterable[TokenLogprobs], at: int = 0) -> Object:
+    def logprobs(self, tokens: Sequence[TokenLogprobs], at: int = 0, known: bool = True) -> Object:
         """Return log-probabilities of tokens in the form of the endpoint.
 
-        ``at``: offset of the first token in the text.
+        Args:
+            tokens: the tokens.
+            at: offset of the first token in the text.
+            known: whether the first token has a log-probability.
         """
-        listed: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for each in tokens:
-            text = self._text(each.id)
-            listed["tokens"].append(text)
-            listed["token_logprobs"].append(json_logprob(each.logprob))
-            top = {self._text(token): json_logprob(value) for token, value in reversed(each.top)}
-            listed["top_logprobs"].append(top | {text: json_logprob(each.logprob)})
-            listed["text_offset"].append(at)
-            at += len(text)
-        return listed
+        texts = [self._token_text(each.id)[0] for each in tokens]
+        unknown = 0 if known else 1
+        logprobs = [json_logprob(each.logprob) for each in tokens[unknown:]]
+        tops = (self._top(each) for each in tokens[unknown:])
+        return {
+            "tokens": texts,
+            "token_logprobs": [None] * unknown + logprobs,
+            "top_logprobs": LazyArray(chain([None] * unknown, tops)),
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=at)),
+        }
 
-    def _text(self, token: int) -> str:
-        return self.tokenizer.piece(token).decode("utf-8", "replace")
+    def _top(self, each: TokenLogprobs) -> dict[str, float]:
+        """Return log-probabilities of the most likely tokens and of the token itself, by text."""
+        entries = (*reversed(each.top), (each.id, each.logprob))
+        return {self._token_text(token)[0]: json_logprob(value) for token, value in entries}
+
+    def _token_text(self, token: int) -> tuple[str, list[int]]:
+        """Return the text and the bytes of a token; they are made once for each token."""
+        found = self._token_texts.get(token)
+        if found is None:
+            data = self.tokenizer.piece(token)
+            found = self._token_texts[token] = data.decode("utf-8", "replace"), list(data)
+        return found
 
 
 class ChatAnswer(Answer):
@@ -229,14 +249,16 @@ class ChatAnswer(Answer):
         delta, finish = self._chat_text.delta(index, text, finish)
         return self._delta(index, delta, tokens, finish)
 
-    def encoded(self, new: Sequence[Piece]) -> bytes:
+    def encoded(self, new: Sequence[Piece]) -> Iterator[bytes]:
         if len(new) != 1 or new[0][2]:
-            return super().encoded(new)
+            yield from super().encoded(new)
+            return
         index, text, _ = new[0]
         delta, _ = self._chat_text.delta(index, text, None)
         if delta.keys() != {"content"}:
-            return self.frame(self._chunk([self._delta(index, delta)]))
-        return self._text_event(
+            yield self.frame(self._chunk([self._delta(index, delta)]))
+            return
+        yield self._text_event(
             index, delta["content"], lambda text: self._delta(index, {"content": text})
         )
 
@@ -247,18 +269,17 @@ class ChatAnswer(Answer):
         listed = self.logprobs(tokens) if tokens else None
         return {"index": index, "delta": delta, "logprobs": listed, "finish_reason": finish}
 
-    def logprobs(self, tokens: Iterable[TokenLogprobs], at: int = 0) -> Object:
-        content = [
+    def logprobs(self, tokens: Sequence[TokenLogprobs], at: int = 0, known: bool = True) -> Object:
+        content = (
             self._token(each.id, each.logprob)
             | {"top_logprobs": [self._token(*other) for other in each.top]}
             for each in tokens
-        ]
-        return {"content": content, "refusal": None}
+        )
+        return {"content": LazyArray(content), "refusal": None}
 
     def _token(self, token: int, logprob: float) -> Object:
-        data = self.tokenizer.piece(token)
-        text = data.decode("utf-8", "replace")
-        return {"token": text, "logprob": json_logprob(logprob), "bytes": list(data)}
+        text, data = self._token_text(token)
+        return {"token": text, "logprob": json_logprob(logprob), "bytes": data}
 
 
 def matched_stop(tokenizer: Tokenizer, done: Completion, stops: Sequence[str]) -> str | None:

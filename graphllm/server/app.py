@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,20 +16,18 @@ from ..api import LLM
 from ..api.async_llm import AsyncLLM
 from ..api.recording import Recording
 from ..embedding import EmbeddingModel, SequenceClassifier
-from ..tokenizer import Tokenizer
 from .completions import Completions
 from .encoder_endpoints import Embeddings, Rerank
 from .errors import hide_folder
-from .fields import check_fields, check_known
+from .fields import check_known
 from .json_data import json_response
 from .llama_endpoints import LlamaEndpoints
-from .llama_fields import DETOKENIZE, TOKENIZE
 from .messages import Messages
 from .metrics import Metrics, count_responses, metrics_text
-from .request_body import read_json
 from .responses import Responses
 from .routing import Endpoints, health, page, server_app
 from .served_model import MAX_BODY, ServedModel
+from .tokenizer_endpoints import TokenizerEndpoints
 
 Model = LLM | EmbeddingModel | SequenceClassifier
 
@@ -77,7 +74,7 @@ def model_endpoints(llm: Model, served: ServedModel, metrics: Metrics) -> list[E
     hide_folder(llm.file.path)
     if isinstance(llm, LLM) and llm.template_file is not None:
         hide_folder(llm.template_file)
-    utilities = _TokenizerEndpoints(llm.tokenizer, served.max_body)
+    utilities = TokenizerEndpoints(llm.tokenizer, served.max_body)
     shared: list[Endpoints] = [
         ("POST", "/tokenize", utilities.tokenize),
         ("POST", "/detokenize", utilities.detokenize),
@@ -149,38 +146,3 @@ class ModelList:
 async def show_metrics(registry: Collector, request: Request) -> Response:
     """``/metrics``."""
     return Response(metrics_text(registry), media_type="text/plain; version=0.0.4")
-
-
-class _TokenizerEndpoints:
-    """``/tokenize`` and ``/detokenize``."""
-
-    def __init__(self, tokenizer: Tokenizer, max_body: int) -> None:
-        self._tokenizer, self._max_body = tokenizer, max_body
-
-    async def tokenize(self, request: Request) -> Response:
-        """``/tokenize``, as llama.cpp has it, but special tokens are text by default."""
-        values = check_fields(TOKENIZE, await read_json(request, self._max_body), "content")
-        add, parse = values.get("add_special", False), values.get("parse_special", False)
-
-        def response() -> Response:
-            ids = self._tokenizer.encode(values["content"], add_special=add, parse_special=parse)
-            if values.get("with_pieces"):
-                return json_response({"tokens": [{"id": i, "piece": self._piece(i)} for i in ids]})
-            return json_response({"tokens": list(ids)})
-
-        return await asyncio.to_thread(response)
-
-    def _piece(self, token: int) -> str | list[int]:
-        """Return the text of a token, or its bytes if they are no text."""
-        data = self._tokenizer.piece(token)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return list(data)
-
-    async def detokenize(self, request: Request) -> Response:
-        """``/detokenize``."""
-        values = check_fields(DETOKENIZE, await read_json(request, self._max_body), "tokens")
-        ids = values["tokens"]
-        text = await asyncio.to_thread(self._tokenizer.decode, ids, skip_special=False)
-        return json_response({"content": text})

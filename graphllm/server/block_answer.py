@@ -104,14 +104,17 @@ class BlockAnswer(Answer):
         for _, text, _ in new:
             yield from self._read(text, None)
 
-    def encoded(self, new: Sequence[Piece]) -> bytes:
-        return b"".join(map(self.frame, self.pieces(new)))
+    def encoded(self, new: Sequence[Piece]) -> Iterator[bytes]:
+        yield from map(self.frame, self.pieces(new))
 
     def ended(self, index: int, finish: str) -> Iterator[Object]:
         yield from self._read("", finish)
 
     def frame(self, event: Object) -> bytes:
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json_bytes(event))
+
+    def framed(self, event: Object) -> Iterator[bytes]:
+        yield self.frame(event)
 
     # -- blocks
     def _read(self, text: str, finish: str | None) -> Iterator[Object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -13,11 +13,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ..api.async_llm import AsyncLLM, AsyncRequest
-from ..engine.completion import Completion
-from .answers import Answer, ChatAnswer, Object, Piece
+from .answer_events import answer_events
+from .answers import Answer, ChatAnswer
 from .bills import asks_bill, bill_field
 from .chat_text import ChatText, ToolUse, chat_messages, chat_text, tool_use
-from .errors import ApiError, api_error
+from .errors import ApiError, api_error, overloaded
 from .fields import (
     CHAT,
     COMPLETION,
@@ -28,8 +28,9 @@ from .fields import (
     setting_names,
 )
 from .infill import InfillPrompts
-from .json_data import json_bytes, json_response
+from .json_data import encode_json, json_response
 from .metrics import Metrics
+from .prompt_parts import check_prompt_sizes
 from .reasoning import reasoning_variables
 from .request_body import read_json
 from .served_model import ServedModel
@@ -108,7 +109,7 @@ class Completions:
     # -- endpoints
     async def complete(self, request: Request) -> ASGIApp:
         """``/v1/completions``."""
-        values = await self.read(request, COMPLETION, "prompt")
+        values = await self.read_prompts(request, COMPLETION)
         defaults = {**_DEFAULTS, "max_tokens": 16, **self.served.defaults}
         settings = defaults | sampling_settings(COMPLETION, values)
         echo, stream = values.get("echo", False), values.get("stream", False)
@@ -173,6 +174,12 @@ class Completions:
     ) -> dict[str, Any]:
         """Return the values of a request's fields; see `check`."""
         return self.check(await self.body(request), table, *required)
+
+    async def read_prompts(self, request: Request, table: Mapping[str, Field]) -> dict[str, Any]:
+        """Return the values of the fields of a request with prompts that may be token ids."""
+        body = await self.body(request)
+        check_prompt_sizes(body, self.llm.limits.context)
+        return self.check(body, table, "prompt")
 
     async def body(self, request: Request) -> Any:
         """Return the JSON value of a request's body; see `read_json`."""
@@ -269,13 +276,12 @@ class Completions:
         job.answer.bills = asks_bill(request, job.settings, len(job.prompts))
         settings = {**job.settings, "profile": job.answer.bills or self._profile}
         if self._pending + job.choices > MAX_PENDING:
-            text = "the server has too many requests; try again later"
-            raise ApiError(503, text, code="server_overloaded", headers={"retry-after": "1"})
+            raise overloaded()
         self._pending += job.choices
         requests: list[AsyncRequest] = []
         stream = None
         if job.stream:
-            events = self._events(request, job, requests)
+            events = answer_events(request, job.answer, requests, job.samples)
             stream = EventStream(events, job.answer, lambda: self._end(job, requests))
         arrived = None if stream is None else stream.wake
         streams = False
@@ -289,11 +295,8 @@ class Completions:
             if stream is not None:
                 streams = True
                 return stream
-            done = await until_disconnect(request.receive, _results(requests))
-            whole = job.answer.whole(done)
-            if job.answer.bills:
-                whole |= bill_field(request, done)
-            return Response(json_bytes(whole), media_type="application/json")
+            body = await until_disconnect(request.receive, _whole(request, job, requests))
+            return Response(body, media_type="application/json")
         except ClientDisconnected:
             raise
         except Exception as error:
@@ -334,58 +337,11 @@ class Completions:
             request.state.arrived_ns,
         )
 
-    def _events(
-        self, request: Request, job: Job, requests: Sequence[AsyncRequest]
-    ) -> Generator[bytes, None, None]:
-        """Yield the events of an answer, of several prompts one after another.
 
-        See `EventStream`. The events of results that came at once are joined.
-        """
-        answer = job.answer
-        prompts = [each.handle.completion for each in requests]
-
-        def joined(events: Iterable[Object]) -> bytes:
-            return b"".join(map(answer.frame, events))
-
-        if data := joined(answer.begin(prompts, job.samples)):
-            yield data
-        for index, each in enumerate(requests):  # all are computed meanwhile
-            first = index * job.samples
-            for new in _new_pieces(each, first):
-                data = answer.encoded(new) if new else b""
-                if data or not new:
-                    yield data
-            for sample, done in enumerate(each.completions):
-                if data := joined(answer.ended(first + sample, done.finish_reason)):
-                    yield data
-        last = list(answer.finish(prompts))
-        if answer.bills:
-            last[-1] |= bill_field(request, prompts)
-        if data := joined(last):
-            yield data
-
-
-async def _results(requests: Sequence[AsyncRequest]) -> list[Completion]:
-    return [await each.result() for each in requests]
-
-
-def _new_pieces(request: AsyncRequest, first: int) -> Generator[list[Piece], None, None]:
-    """Yield the new pieces of a request's samples until it has ended; none: it must wait for them.
-
-    ``first``: number of the choice that is sample 0.
-    """
-    completions = request.completions
-    seen = [(0, 0)] * len(completions)  # characters and log-probabilities
-    ended = False
-    while not ended:
-        _, ended = request.handle.poll()
-        pieces: list[Piece] = []
-        for sample, done in enumerate(completions):
-            text, tokens = done.text[seen[sample][0] :], done.logprobs[seen[sample][1] :]
-            if text or tokens:
-                seen[sample] = len(done.text), len(done.logprobs)
-                pieces.append((first + sample, text, tokens))
-        if pieces:
-            yield pieces
-        if not ended:
-            yield []
+async def _whole(request: Request, job: Job, requests: Sequence[AsyncRequest]) -> bytes:
+    """Return the body of a whole answer, when the requests of its prompts have ended."""
+    done = [await each.result() for each in requests]
+    whole = job.answer.whole(done)
+    if job.answer.bills:
+        whole |= bill_field(request, done)
+    return await encode_json(whole)

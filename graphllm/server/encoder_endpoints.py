@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -22,10 +20,9 @@ from .json_data import json_bytes
 from .json_shapes import STRING, accepts, array, fields, one_of, shape_of
 from .request_body import read_json
 from .served_model import ServedModel
-from .streaming import until_disconnect
+from .worker import Worker
 
 MAX_TEXTS = 2048  # of a request, as OpenAI has it
-MAX_PENDING = 64  # requests that run or wait; more are refused
 
 
 _INPUT = (shape_of(text), array({"type": "integer", "minimum": 0}))
@@ -85,8 +82,7 @@ class EncoderEndpoint:
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
-        self._pending = 0
-        self._worker = ThreadPoolExecutor(1, "encoder")
+        self._worker = Worker("encoder")
 
     async def _read(
         self, request: Request, table: Mapping[str, Field], *required: str
@@ -107,21 +103,13 @@ class EncoderEndpoint:
         Raises:
             ApiError: too many requests wait, a text is too long, or a token id is unknown.
         """
-        if self._pending >= MAX_PENDING:
-            text = "the server has too many requests; try again later"
-            raise ApiError(503, text, code="server_overloaded", headers={"retry-after": "1"})
-        self._pending += 1
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._worker, compute)
         try:
-            body = await until_disconnect(request.receive, work)
+            body = await self._worker.run(request.receive, compute)
         except RequestError as error:
             if error.argument != "truncate":
                 raise api_error(error, field) from None
             text = str(error).replace("texts[", f"{field}[", 1)
             raise ApiError(400, text, field, "context_length_exceeded") from None
-        finally:
-            self._pending -= 1
         return Response(body, media_type="application/json")
 
 

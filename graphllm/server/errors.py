@@ -145,6 +145,12 @@ def log_failure(error: Exception, what: str = "") -> None:
         traceback.print_exception(error)
 
 
+def overloaded() -> ApiError:
+    """Return the error of a request that would have to wait behind too many others."""
+    text = "the server has too many requests; try again later"
+    return ApiError(503, text, code="server_overloaded", headers={"retry-after": "1"})
+
+
 def stopping() -> ApiError:
     """Return the error of a request that a stopping server cancels."""
     return ApiError(503, "the server is shutting down", code="server_stopping")

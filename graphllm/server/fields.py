@@ -42,6 +42,7 @@ from .tools import response_format_field, tool_choice_field, tools_field
 MAX_CHOICES = 128  # of a request: prompts times n, as OpenAI limits n
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024  # stop strings of a request, and characters of each
 MAX_BIASES = 1024  # entries of logit_bias
+MAX_STOP_IDS = 1024
 COUNT = 2**31 - 1
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _IDS = array({"type": "integer", "minimum": 0})
@@ -108,6 +109,14 @@ def stop_field(name: str, value: Any) -> tuple[str, ...]:
     if any(len(each) > MAX_STOP_CHARS for each in found):
         raise invalid_argument(name, value, f"strings of at most {MAX_STOP_CHARS} characters")
     return found
+
+
+@accepts(array({"type": "integer", "minimum": 0}, 0, MAX_STOP_IDS))
+def _stop_ids(name: str, value: Any) -> tuple[int, ...]:
+    """A list of token ids."""
+    if isinstance(value, list) and len(value) > MAX_STOP_IDS:
+        raise invalid_argument(name, value, f"at most {MAX_STOP_IDS} token ids")
+    return token_ids(name, value)
 
 
 @accepts({"type": "object", "maxProperties": MAX_BIASES,
@@ -183,7 +192,7 @@ BEYOND = {
     "repeat_penalty": _REPEAT_PENALTY,
     "min_tokens": Field(Integer(0, COUNT), "min_tokens"),
     "ignore_eos": Field(flag, "ignore_eos"),
-    "stop_token_ids": Field(token_ids, "stop_ids"),
+    "stop_token_ids": Field(_stop_ids, "stop_ids"),
     "x_profile": Field(flag, "profile"),
     "json_schema": Field(mapping, "json_schema"),
     "grammar": Field(grammar_field, "grammar"),

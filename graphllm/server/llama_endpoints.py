@@ -30,7 +30,7 @@ class LlamaEndpoints:
 
     async def completion(self, request: Request) -> ASGIApp:
         """``/completion``."""
-        values = await self._completions.read(request, NATIVE, "prompt")
+        values = await self._completions.read_prompts(request, NATIVE)
         prompts = await asyncio.to_thread(self._encoded, values["prompt"])
         return await self._run(request, values, prompts, "prompt")
 

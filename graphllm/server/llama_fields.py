@@ -24,6 +24,8 @@ from .prompt_parts import PROMPT, Parts, prompt_list
 from .reasoning import EFFORTS
 from .tools import tool_choice_field, tools_field
 
+MAX_TEXT = 1_000_000  # characters that ``/tokenize`` takes, and ids that ``/detokenize`` takes
+
 
 @accepts(shape_of(Integer(-1, 2**32 - 1)))
 def _seed(name: str, value: Any) -> int | None:
@@ -85,6 +87,22 @@ def _names(name: str, value: Any) -> list[str]:
     return value
 
 
+@accepts({"type": "string", "maxLength": MAX_TEXT})
+def _content(name: str, value: Any) -> str:
+    """A string of bounded length, also an empty one."""
+    if len(found := any_text(name, value)) > MAX_TEXT:
+        raise invalid_argument(name, value, f"a string of at most {MAX_TEXT:,} characters")
+    return found
+
+
+@accepts(array({"type": "integer", "minimum": 0}, 0, MAX_TEXT))
+def _tokens(name: str, value: Any) -> tuple[int, ...]:
+    """A list of bounded length with token ids."""
+    if isinstance(value, list) and len(value) > MAX_TEXT:
+        raise invalid_argument(name, value, f"at most {MAX_TEXT:,} token ids")
+    return token_ids(name, value)
+
+
 NATIVE = COMMON | {
     "prompt": Field(_prompts),
     "n_predict": Field(Integer(-1, COUNT), "max_tokens"),
@@ -105,12 +123,12 @@ INFILL = NATIVE | {
     "prompt": Field(any_text),
 }
 TOKENIZE = {
-    "content": Field(any_text),
+    "content": Field(_content),
     "add_special": Field(flag),
     "parse_special": Field(flag),
     "with_pieces": Field(flag),
 }
-DETOKENIZE = {"tokens": Field(token_ids)}
+DETOKENIZE = {"tokens": Field(_tokens)}
 APPLY_TEMPLATE = TEMPLATE | {
     "messages": Field(messages_field),
     "tools": Field(tools_field),

@@ -11,7 +11,7 @@ from ..engine.request import Sampling
 from ..engine.step_result import TokenLogprobs
 from ..tokenizer import Tokenizer
 from .answers import Answer, Object, Piece, matched_stop, timings
-from .json_data import json_logprob
+from .json_data import LazyArray, json_logprob
 
 _STOPS = {"length": "limit", "stop": "eos"}  # stop_type by finish_reason
 # Settings by their names in llama.cpp, and the fields of `Sampling` that they are.
@@ -65,8 +65,8 @@ class NativeAnswer(Answer):
 
     # -- answers
     def whole(self, prompts: Sequence[Completion]) -> Any:
-        answers = [self._end(index, done, done.text) for index, done in enumerate(prompts)]
-        return answers if len(answers) > 1 else answers[0]
+        answers = (self._end(index, done, done.text) for index, done in enumerate(prompts))
+        return LazyArray(answers) if len(prompts) > 1 else next(answers)
 
     def begin(self, prompts: Sequence[Completion], samples: int) -> Iterator[Object]:
         self._prompts = prompts
@@ -83,8 +83,9 @@ class NativeAnswer(Answer):
             ids = [tokens[-1].id] if tokens else done.ids[sent:]
             yield {**head, "content": text, "tokens": ids, **self._probabilities(tokens[-1:])}
 
-    def encoded(self, new: Sequence[Piece]) -> bytes:
-        return b"".join(map(self.frame, self.pieces(new)))
+    def encoded(self, new: Sequence[Piece]) -> Iterator[bytes]:
+        for event in self.pieces(new):
+            yield from self.framed(event)
 
     def ended(self, index: int, finish: str) -> Iterator[Object]:
         """Yield an event with the tokens that have no text, such as those of a stop string."""
@@ -148,17 +149,16 @@ class NativeAnswer(Answer):
         """Return the field with the log-probabilities of tokens, if there are any."""
         if not tokens:
             return {}
-        listed = [
+        listed = (
             self._token(each.id, each.logprob)
             | {"top_logprobs": [self._token(*other) for other in each.top]}
             for each in tokens
-        ]
-        return {"completion_probabilities": listed}
+        )
+        return {"completion_probabilities": LazyArray(listed)}
 
     def _token(self, token: int, logprob: float) -> Object:
-        data = self.tokenizer.piece(token)
-        text = data.decode("utf-8", "replace")
-        return {"id": token, "token": text, "logprob": json_logprob(logprob), "bytes": list(data)}
+        text, data = self._token_text(token)
+        return {"id": token, "token": text, "logprob": json_logprob(logprob), "bytes": data}
 
 
 def _selected(answer: Object, wanted: Sequence[str]) -> Object:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..arguments import invalid_argument, token_ids
+from ..errors import ContextExceeded
 from ..tokenizer import Tokenizer
-from .errors import ApiError
+from .errors import ApiError, api_error
 from .json_shapes import STRING, Shape, array, fields, one_of
 
 Parts = list[str | int]  # of a prompt: texts and token ids
@@ -16,13 +17,31 @@ _MIXED = array(one_of(STRING, {"type": "integer", "minimum": 0}))
 PROMPT: Shape = one_of(STRING, _MIXED, fields("prompt_string", prompt_string=STRING))
 
 
+def check_prompt_sizes(body: Any, context: int) -> None:
+    """Refuse a body whose ``prompt`` has more token ids than the context.
+
+    A list that begins with an id is judged by its length: the rule of the field would look at each
+    of millions of ids, which the event loop has no time for. ApiError: a list is too long.
+    """
+    value = body.get("prompt") if isinstance(body, dict) else None
+    prompts: list[Any] = [value]
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        prompts = value
+    for each in prompts:
+        if not isinstance(each, list) or len(each) <= context:
+            continue
+        count = len(each) if isinstance(each[0], int) else [*map(type, each)].count(int)
+        if count > context:
+            raise api_error(ContextExceeded(count, context), "prompt")
+
+
 def prompt_list(name: str, value: Any, most: int) -> list[Parts]:
     """Return the prompts of a field, at least one and at most ``most``.
 
     A list with a token id is one prompt, any other list has a prompt in each entry. RequestError,
     ApiError: the value is malformed.
     """
-    several = isinstance(value, list) and not any(isinstance(each, int) for each in value)
+    several = isinstance(value, list) and {*map(type, value)}.isdisjoint((int, bool))
     prompts = value if several else [value]
     if not prompts or len(prompts) > most:
         raise invalid_argument(name, value, f"at least one prompt and at most {most}")

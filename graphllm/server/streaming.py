@@ -15,6 +15,7 @@ from .errors import ApiError, api_error, stopping
 from .http_protocol import WriteChunk, chunk_writer
 
 Value = TypeVar("Value")
+MAX_JOINED = 1 << 16  # bytes of events that are sent together, but for the last one
 _LAST_EVENT_S = 1.0  # for the last event of a stopping server, which a slow reader may not take
 
 
@@ -61,8 +62,9 @@ class EventStream:
     Events are sent by callbacks of the event loop (`wake`), since a task for each stream would cost
     more to wake than the event costs to send. A client that reads slowly holds up only its own
     response: `send` waits while the socket's buffer is full, and what comes meanwhile is sent
-    together. An error in mid-stream is an event with the API's error object, without the API's end
-    of a stream after it. So is the end of a server that cancels its requests.
+    together, `MAX_JOINED` bytes at a time: making events of long answers takes time, in which the
+    loop does nothing else. An error in mid-stream is an event with the API's error object, without
+    the API's end of a stream after it. So is the end of a server that cancels its requests.
 
     Args:
         events: yields new events as bytes, or nothing when it has to wait for more. It is closed at
@@ -83,8 +85,15 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
         self._write_chunk = chunk_writer(scope)
+
+        async def watched() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self._send = None  # no more events are made, also before `_run` is cancelled
+            return message
+
         try:
-            await until_disconnect(receive, self._run(send))
+            await until_disconnect(watched, self._run(send))
         except (ClientDisconnected, OSError):
             pass
         except asyncio.CancelledError:
@@ -117,6 +126,7 @@ class EventStream:
             return
         data, more = self._new_events()
         if more and (not data or (self._write_chunk is not None and self._write_chunk(data))):
+            self._go_on(data)
             return
         try:
             self._waiting = start(self._send(_body(data, more)))
@@ -127,6 +137,13 @@ class EventStream:
             self._waiting.add_done_callback(partial(self._sent, more))
         elif not more:
             self._end()
+        else:
+            self._go_on(data)
+
+    def _go_on(self, data: bytes) -> None:
+        """Wake again after other callbacks of the loop if ``data`` may not be all there is."""
+        if len(data) >= MAX_JOINED:
+            asyncio.get_running_loop().call_soon(self.wake)
 
     def _sent(self, more: bool, task: asyncio.Task[None]) -> None:
         """Go on after a `send` that had to wait; ``more``: it was not the last one."""
@@ -148,16 +165,17 @@ class EventStream:
             self._finished.set_exception(error)
 
     def _new_events(self) -> tuple[bytes, bool]:
-        """Return the events that there are, and whether others follow."""
-        data = b""
+        """Return the events that there are, `MAX_JOINED` at most, and whether others follow."""
+        data = bytearray()
         try:
             for part in self._events:
-                if not part:
-                    return data, True
                 data += part
-            return data + self._form.last, False
+                if not part or len(data) >= MAX_JOINED:
+                    return bytes(data), True
+            data += self._form.last
         except Exception as error:
-            return data + self._error(api_error(error)), False
+            data += self._error(api_error(error))
+        return bytes(data), False
 
     def _error(self, error: ApiError) -> bytes:
         return self._form.frame(self._form.error(error))

@@ -44,8 +44,14 @@ class BaseTokenizer:
         self, ids: Iterable[int], skip_special: bool = True, continuation: bool = False
     ) -> str:
         """See `Tokenizer.decode`."""
-        stream = self.stream(skip_special, continuation)
-        return "".join([*map(stream.push, ids), stream.finish()])
+        own = [*ids]
+        known = {token: self.token_bytes(token, skip_special) for token in dict.fromkeys(own)}
+        pieces = [known[token] for token in own]
+        if self.space_prefix and not continuation:
+            first = next((index for index, piece in enumerate(pieces) if piece), None)
+            if first is not None:
+                pieces[first] = self.strip_prefix(pieces[first])
+        return b"".join(pieces).decode("utf-8", "replace")
 
     def stream(self, skip_special: bool = True, continuation: bool = False) -> TextStream:
         """See `Tokenizer.stream`."""

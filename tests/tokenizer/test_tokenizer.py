@@ -90,6 +90,21 @@ def test_stream_equals_decode(tiny: Tokenizer) -> None:
                 assert text == tiny.decode(ids, skip, continuation)
 
 
+def test_decoding_looks_each_token_up_once(
+    tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up = list[int]()
+
+    def token_bytes(token: int, skip_special: bool) -> bytes:
+        looked_up.append(token)
+        return b"" if token == 7 else b" \xc3" if token == 8 else b"\xbc"
+
+    monkeypatch.setattr(tiny, "token_bytes", token_bytes)
+    assert tiny.decode(iter([7, 8, 9, *[8, 9, 7] * 500])) == "\xfc" + " \xfc" * 500
+    assert looked_up == [7, 8, 9]
+    assert tiny.decode([8, 9, 8], continuation=True) == " \xfc \ufffd"
+
+
 def test_stream_holds_half_characters(tiny: Tokenizer) -> None:
     stream = tiny.stream()
     pieces = [stream.push(token) for token in tiny.encode("a😀b")]
