@@ -173,29 +173,37 @@ class Completions:
         self, request: Request, table: Mapping[str, Field], *required: str
     ) -> dict[str, Any]:
         """Return the values of a request's fields; see `check`."""
-        return self.check(await self.body(request), table, *required)
+        return await self.check(request, await self.body(request), table, *required)
 
     async def read_prompts(self, request: Request, table: Mapping[str, Field]) -> dict[str, Any]:
         """Return the values of the fields of a request with prompts that may be token ids."""
         body = await self.body(request)
         check_prompt_sizes(body, self.llm.limits.context)
-        return self.check(body, table, "prompt")
+        return await self.check(request, body, table, "prompt")
 
     async def body(self, request: Request) -> Any:
         """Return the JSON value of a request's body; see `read_json`."""
         return await read_json(request, self.served.max_body)
 
-    def check(self, body: Any, table: Mapping[str, Field], *required: str) -> dict[str, Any]:
-        """Return the values of the fields of a body.
+    async def check(
+        self, request: Request, body: Any, table: Mapping[str, Field], *required: str
+    ) -> dict[str, Any]:
+        """Return the values of the fields of a body, which is checked in a thread if it is large.
 
         Args:
-            body: a JSON value.
+            request: the request, whose body was read.
+            body: its JSON value.
             table: fields of the endpoint.
             *required: fields that must be present.
 
         Raises:
             ApiError, RequestError: a field is invalid, missing or refused.
         """
+        if request.state.is_large:
+            return await asyncio.to_thread(self._check, body, table, *required)
+        return self._check(body, table, *required)
+
+    def _check(self, body: Any, table: Mapping[str, Field], *required: str) -> dict[str, Any]:
         values = check_fields(table, body, *required)
         self.served.check_model(values)
         if "stream_options" in values and not values.get("stream"):

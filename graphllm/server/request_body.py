@@ -12,12 +12,14 @@ from .json_data import parse_json
 from .streaming import ClientDisconnected
 
 BODY_TIMEOUT = 60.0  # seconds until the whole body must have come
+_LARGE = 100_000  # bytes of a body whose fields may take some 10 ms to check
 
 
 async def read_json(request: Request, most: int) -> Any:
     """Return the JSON value of the body, of at most ``most`` bytes; the first call reads it.
 
     Other content types are refused: a web page may send those to any server without asking it.
+    ``request.state.is_large`` is whether its fields may take long to check.
 
     Raises:
         ApiError: the body is too large, late or malformed, or of another content type.
@@ -34,6 +36,7 @@ async def read_json(request: Request, most: int) -> Any:
         raise ApiError(408, f"the body did not come within {BODY_TIMEOUT:.0f} s") from None
     except ClientDisconnect:
         raise ClientDisconnected from None
+    request.state.is_large = len(data) > _LARGE
     try:
         request.state.json = parse_json(data)
     except ValueError as error:

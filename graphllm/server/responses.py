@@ -39,7 +39,7 @@ class Responses:
         """``/v1/responses``."""
         own = self._completions
         given = await own.body(request)
-        values = own.check(given, RESPONSES, "input")
+        values = await own.check(request, given, RESPONSES, "input")
         names = {**_NAMES, **setting_names(RESPONSES, values)}
         chat_values = values | {
             "messages": with_system(values.get("instructions"), values["input"]),

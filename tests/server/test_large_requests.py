@@ -364,3 +364,23 @@ def test_tokenizer_endpoints_have_bounds(server):
     assert "at most 1,000,000 characters" in found["error"]["message"]
     status, found = server.call("/detokenize", {"tokens": [5] * (MAX_TEXT + 1)})
     assert (status, found["error"]["param"]) == (400, "tokens")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_fields_of_large_bodies_are_checked_in_a_thread(llm, server, path, monkeypatch):
+    """Between whose steps the event loop runs; small bodies take less than a thread."""
+    from graphllm.server import completions
+
+    threads, check = list[bool](), completions.check_fields
+
+    def noted(*given: Any) -> Any:
+        threads.append(threading.current_thread() is server.thread)
+        return check(*given)
+
+    monkeypatch.setattr(completions, "check_fields", noted)
+    field = "input" if path == "/v1/responses" else "messages"
+    for count in (1, 5000):
+        body = {field: MESSAGES * count, "model": MODEL, "max_tokens": 1, "max_output_tokens": 16}
+        status, found = server.call(path, body)
+        assert status == (200 if count == 1 else 400), found
+    assert threads == [True, False]
