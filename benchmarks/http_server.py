@@ -10,10 +10,10 @@ A model is a file, ``demo``, or SHAPE:TYPE for random weights in the shape of a 
 ``tiny`` is a random model whose kernels take so little time that steps are work of Python, as those
 of a small model on a GPU.
 
-Each round computes ``-b`` requests at once, each with a prompt of its own of about 32 tokens and
-``-n`` sampled tokens, first through the engine and then through a server on localhost. Rates are
-tokens per second of all requests, from the first submission to the last token; the ratio is that
-of the same round. Column ``decode``: the same ratio of the sums of the streams' own rates after
+Batches of all sizes run before. Each round computes ``-b`` requests at once, each with a prompt of
+its own of about 32 tokens and ``-n`` sampled tokens, first through the engine and then through a
+server on localhost. Rates are tokens per second of all requests, from the first submission to the
+last token; the ratio is that of the same round. Column ``decode``: the same ratio of the sums of the streams' own rates after
 their first token. It leaves out the beginning and the end, when the batch is not full, as requests
 come one after another through HTTP. TTFT: the median time to the first piece of text, which in the
 engine is the time of the step that ends the prompt.
@@ -191,6 +191,15 @@ def model_file(model: str) -> Iterator[str]:
         yield str(path)
 
 
+def warm_up_sizes(most: int) -> list[int]:
+    """Return numbers of requests that need all plans, each twice as requests arrive in any order.
+
+    The first step that needs a plan compiles it, which takes 0.1 s.
+    """
+    powers = [1 << power for power in range(most.bit_length())]
+    return 2 * [*powers, *([most] if most not in powers else [])]
+
+
 def spread(ratios: list[float]) -> str:
     """Return the median, and the smallest and the largest value."""
     return f"{median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
@@ -220,6 +229,9 @@ def main() -> None:
         ) as llm,
         server(model, most, opts.threads, opts.device) as (port, process),
     ):
+        for count in warm_up_sizes(most):
+            through_engine(llm, prompts(count), 4)
+            through_http(port, process, prompts(count), 4)
         for count in batches:
             own, http = list[Round](), list[Round]()
             for _ in range(opts.rounds + 1):
