@@ -13,10 +13,10 @@ of a small model on a GPU.
 Batches of all sizes run before. Each round computes ``-b`` requests at once, each with a prompt of
 its own of about 32 tokens and ``-n`` sampled tokens, first through the engine and then through a
 server on localhost. Rates are tokens per second of all requests, from the first submission to the
-last token; the ratio is that of the same round. Column ``decode``: the same ratio of the sums of the streams' own rates after
-their first token. It leaves out the beginning and the end, when the batch is not full, as requests
-come one after another through HTTP. TTFT: the median time to the first piece of text, which in the
-engine is the time of the step that ends the prompt.
+last token; the ratio is that of the same round. Column ``decode``: the same ratio of the sums of
+the streams' own rates after their first token. It leaves out the beginning and the end, when the
+batch is not full, as requests come one after another through HTTP. TTFT: the median time to the
+first piece of text, which in the engine is the time of the step that ends the prompt.
 
 The client is this process. It must take no time of the cores that the server needs, so it leaves
 the streams in the buffers of its sockets after their first text, and sleeps until the server

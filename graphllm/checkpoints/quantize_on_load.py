@@ -16,7 +16,7 @@ from ..backends import Backend, Bound, Device, Header, Kernel, Operand, Options
 from ..errors import GraphllmError, ModelFileError, PlacementError, RequestError, quote
 from ..formats import BLOCK_FORMATS, ROW_FORMATS, WEIGHT_FORMATS, activation_of, fallback_of
 from ..formats.activations import LAYOUTS, rotate_blocks
-from ..formats.quantization import Blocks, dequantise
+from ..formats.quantization import Blocks, check_scales, dequantise
 from ..graph.dtype import DTYPES, F32, DType
 from ..graph.tensor import Meta, Tensor, weight
 from ..model.config import EncoderConfig
@@ -225,6 +225,8 @@ class Converter:
                 check_finite(values, name, row + first)
                 results = Blocks(made[tile], wanted, elements)
                 check_finite(results, name, row + first, f"beyond the range of {wanted}")
+            elif wanted.name not in EXPONENT:
+                check_range(Blocks(made[tile], wanted, elements), name, row + first)
         made.flags.writeable = False
         return made
 
@@ -268,6 +270,18 @@ def has_nonfinite(made: np.ndarray, dtype: DType) -> bool:
     words = made.reshape(-1).view(f"<u{dtype.nbytes}")
     parts = range(0, len(words), _CHECKED)
     return any((words[i : i + _CHECKED] & ones).max() == ones for i in parts)
+
+
+def check_range(made: Blocks, name: str, first: int = 0) -> None:
+    """Raise ModelFileError for the first row of blocks with a scale that is infinite, if any.
+
+    The values of such a row exceed what the scales of the format can express.
+    """
+    try:
+        check_scales(made.raw, made.dtype)
+    except GraphllmError:
+        check_finite(made, name, first, f"beyond the range of {made.dtype}")
+        raise
 
 
 def check_finite(values: Blocks, name: str, first: int = 0, what: str = "infinite or NaN") -> None:

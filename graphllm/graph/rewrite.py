@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 
-from ..debug import debug
+from ..debug import debug, listing
 from ..errors import GraphError
 from .op import get
 from .tensor import LEAVES, STATE, Dim, Meta, Tensor, Var, substitute
@@ -134,7 +134,7 @@ def verify(outputs: Mapping[str, Tensor]) -> None:
                 raise GraphError(f"two leaves {node.name!r}: {first.meta} and {node.meta}")
         elif not node.is_view:
             _verify_shape(node)
-    _verify_state(order)
+    _verify_state(order, outputs)
 
 
 def _verify_shape(node: Tensor) -> None:
@@ -145,8 +145,9 @@ def _verify_shape(node: Tensor) -> None:
         raise GraphError(f"{node.scope}: {node.op} is {node.meta}, but {rule}")
 
 
-def _verify_state(order: Sequence[Tensor]) -> None:
+def _verify_state(order: Sequence[Tensor], outputs: Mapping[str, Tensor]) -> None:
     """Check that each version of a state is written once, and read only before that write."""
+    overwritten: set[Tensor] = set()
     users: dict[Tensor, list[Tensor]] = {}
     for node in order:
         for source in node.sources:
@@ -158,6 +159,10 @@ def _verify_state(order: Sequence[Tensor]) -> None:
             target = node.src[index]
             if target is None or target.is_view or root(target).op != STATE:
                 raise GraphError(f"{node.scope}: {node.op} writes something that is not a state")
+            overwritten.add(target)
+            read = [s for i, s in enumerate(node.src) if s and i not in get(node.op).written(node)]
+            if any(root(s) is root(target) for s in read):
+                raise GraphError(f"{node.scope}: {node.op} reads the state that it writes")
             others = [u for u in _readers(target, users) if u is not node]
             ancestors = set(toposort([node])) if others else set()
             for other in others:
@@ -166,6 +171,10 @@ def _verify_state(order: Sequence[Tensor]) -> None:
                         f"{other.scope}: {other.op} reads {root(target).name!r}, which "
                         f"{node.op} overwrites; it must read the written value or come before"
                     )
+
+    for name, node in outputs.items():
+        if node.base in overwritten:
+            raise GraphError(f"output {name!r} is a state that is overwritten before the run ends")
 
 
 def _readers(target: Tensor, users: Mapping[Tensor, list[Tensor]]) -> list[Tensor]:
@@ -178,19 +187,6 @@ def _readers(target: Tensor, users: Mapping[Tensor, list[Tensor]]) -> list[Tenso
 # ------------------------------------------------------------------------------------------ print
 
 
-def dump(outputs: Mapping[str, Tensor]) -> str:
-    """Format the graph as text, one line per node."""
-    order = toposort(outputs.values())
-    label = {n: f"%{i}" for i, n in enumerate(order)}
-    lines = []
-    for node in order:
-        src = ", ".join("-" if s is None else label[s] for s in node.src)
-        attrs = "".join(f" {k}={v}" for k, v in node.attrs.items())
-        lines.append(f"{label[node]} = {node.op}({src}){attrs} : {node.meta}  # {node.scope}")
-    lines += [f"{name} -> {label[node]}" for name, node in outputs.items()]
-    return "\n".join(lines)
-
-
 def show(stage: str, outputs: Mapping[str, Tensor]) -> None:
     """Print the graph after a compiler stage, at level 3 of GRAPHLLM_DEBUG."""
-    debug(3, lambda: f"graph, {stage}:\n{dump(outputs)}")
+    debug(3, lambda: f"graph, {stage}:\n{listing(toposort(outputs.values()), outputs)}")

@@ -33,6 +33,7 @@ def _cast_infer(x: Meta, *, dtype: str) -> Meta:
     expect("x", x, None, *_FLOATS)
     kind = dtype_of(dtype)
     require(kind.name in _FLOATS, f"dtype is {kind}, not {' or '.join(_FLOATS)}")
+    require(x.ndim <= 4, f"x has {x.ndim} axes, more than 4")
     return out(x.shape, kind)
 
 

@@ -9,6 +9,7 @@ from ..graph.tensor import Meta
 
 
 def _infer(x: Meta, w: Meta, *, eps: float) -> Meta:
+    _expect_rows(x)
     require(w.shape == x.shape[-1:], f"weight {w.shape} does not fit rows of {x.shape[-1]}")
     return same(x)
 
@@ -42,7 +43,13 @@ def rms_norm(x: np.ndarray, w: np.ndarray, *, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True, dtype=np.float32) + eps) * w
 
 
+def _expect_rows(x: Meta) -> None:
+    """Raise GraphError if there is no axis before the normalized one."""
+    require(x.ndim > 1, "x has one axis; the last one is normalized, and rows come first")
+
+
 def _layer_infer(x: Meta, w: Meta, b: Meta, *, eps: float) -> Meta:
+    _expect_rows(x)
     for name, operand in (("weight", w), ("bias", b)):
         if operand is not None:
             fits = operand.shape == x.shape[-1:]
@@ -86,6 +93,7 @@ def layer_norm(
 
 def _softmax_infer(x: Meta) -> Meta:
     expect("x", x, None, "f32")
+    _expect_rows(x)
     require(x.shape[-1] != 0, "softmax of a row without columns is undefined")
     return same(x)
 

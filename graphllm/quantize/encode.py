@@ -11,7 +11,7 @@ import numpy as np
 from ..backends import Options
 from ..backends.cpu.runtime.cores import thread_count
 from ..backends.cpu.runtime.scale_search import search_scales
-from ..checkpoints.quantize_on_load import Converter, check_finite
+from ..checkpoints.quantize_on_load import Converter, check_finite, check_range
 from ..formats import BLOCK_FORMATS
 from ..formats.quantization import Blocks
 from ..formats.scale_search import round_scales
@@ -100,7 +100,9 @@ class Encoder:
         x = np.ascontiguousarray(tile.dequantise())
         if not np.isfinite(x).all():
             check_finite(tile, name, first)
-        return encode_blocks(x, wanted, importance)
+        made = encode_blocks(x, wanted, importance)
+        check_range(Blocks(made, wanted, tile.elements), name, first)
+        return made
 
     def _converted(self, name: str, values: Blocks, wanted: DType) -> Iterator[Array]:
         step = max(1, _SLAB // values.elements)

@@ -14,6 +14,7 @@ from graphllm.backends.reference import HostDevice
 from graphllm.compiler import memory
 from graphllm.compiler.placement import place
 from graphllm.compiler.plan import compile_plan
+from graphllm.debug import listing
 from graphllm.errors import GraphError, PlacementError
 from graphllm.graph import rewrite
 from graphllm.graph.tensor import Var, feed, scope, state, weight
@@ -55,7 +56,8 @@ def test_equal_nodes_merge_and_keep_their_scopes():
     merged = rewrite.merge({"y": ops.add(a, b)})
     silus = [n for n in rewrite.toposort(merged.values()) if n.op == "silu"]
     assert [n.scopes for n in silus] == [("a", "b")]
-    assert rewrite.dump(merged).count("silu") == 1
+    nodes = rewrite.toposort(merged.values())
+    assert listing(nodes, merged).count("silu") == 1
 
 
 def test_verify_finds_a_read_after_an_overwrite():
@@ -68,6 +70,23 @@ def test_verify_finds_a_read_after_an_overwrite():
     rewrite.verify({"y": ops.gather_rows(written, slot)})
     with pytest.raises(GraphError, match="not a state"):
         rewrite.verify({"y": ops.kv_write(feed("p", (8, 1, 4), "f32"), x, slot)})
+
+
+def test_verify_finds_a_node_that_reads_what_it_overwrites():
+    pool, slot = state("pool", (64, 1, 16), "f32"), feed("slot", (40,), "i32")
+    with pytest.raises(GraphError, match="kv_write reads the state that it writes"):
+        rewrite.verify({"y": ops.kv_write(pool, pool.slice(0, 0, 40), slot)})
+
+
+def test_verify_finds_outputs_that_are_overwritten():
+    """Old versions, and views of them; the last version may be an output."""
+    pool, x = state("pool", (8, 1, 4), "f32"), feed("x", (T, 1, 4), "f32")
+    first = ops.kv_write(pool, x, feed("slot", (T,), "i32"))
+    second = ops.kv_write(first, x, feed("other", (T,), "i32"))
+    for old in (pool, pool.slice(0, 2, 5), first, first.slice(0, 2, 5)):
+        with pytest.raises(GraphError, match="'old' is a state that is overwritten"):
+            rewrite.verify({"old": old, "new": second})
+    rewrite.verify({"new": second, "view": second.slice(0, 2, 5)})
 
 
 def test_verify_finds_leaves_that_disagree():

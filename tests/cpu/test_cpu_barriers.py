@@ -9,7 +9,7 @@ from graphllm import ops
 from graphllm.backends import Bound, Operand
 from graphllm.backends.cpu.runtime.barriers import barrier_flags
 from graphllm.backends.cpu.runtime.step_interpreter import BARRIER, ONE_THREAD
-from graphllm.graph.tensor import Meta, Tensor, Var, feed
+from graphllm.graph.tensor import Meta, Tensor, Var, feed, weight
 
 T = Var("T", 1, 1)
 BIG, SMALL = 100_000, 64
@@ -46,3 +46,20 @@ def step(out: int, *sources: int, width: int = BIG) -> Bound:
 )  # fmt: skip
 def test_barriers_are_where_needed_and_nowhere_else(steps, want):
     assert barrier_flags(steps) == want
+
+
+@pytest.mark.parametrize("kind", ["a8_row", "f8_row"])
+def test_a_scale_behind_the_last_row_is_read(kind):
+    """A later step that writes it waits for all threads that read it."""
+    rows, width = 3, 4096
+    x = ops.quantise_act(feed("a", (rows, width), "f32"), dtype=kind)
+    reads = ops.linear(x, weight("w", (64, width), "w8a8" if kind == "a8_row" else "fp8"))
+    end = (rows - 1) * x.meta.strides[0] + width  # of the values of the last row
+    operand = Operand(x.meta, ARENA)
+    out = Meta(reads.meta.shape, reads.meta.dtype, reads.meta.strides, 8 << 20)
+    first = Bound(reads, None, (operand, None, None), Operand(out, ARENA))  # type: ignore[arg-type]
+    later = ops.scale(feed("b", (rows, width), "f32"), factor=2.0)
+    place = Meta(later.meta.shape, later.meta.dtype, later.meta.strides, end)
+    source = Meta(later.meta.shape, later.meta.dtype, later.meta.strides, 9 << 20)
+    second = Bound(later, None, (Operand(source, ARENA),), Operand(place, ARENA))  # type: ignore[arg-type]
+    assert end < x.meta.nbytes and barrier_flags([first, second])[0] & BARRIER

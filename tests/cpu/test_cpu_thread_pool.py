@@ -401,3 +401,32 @@ def test_an_unwritable_cache_warns_once(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "0.7310585975646973"]
     assert done.stderr == f"graphllm: cache not used: {blocked}: Not a directory\n"
+
+
+@pytest.mark.parametrize("kib", [64, 256])
+def test_workers_have_large_stacks(kib):
+    """Kernels keep hundreds of KiB there; the process would crash. Other threads have what they
+    had."""
+    code = f"""
+        import threading
+        import numpy as np
+        from graphllm import ops
+        from graphllm.backends import Options
+        from graphllm.graph.tensor import Var, feed, weight
+        from graphllm.runtime.executor import Executor
+        from graphllm.weights import Arrays
+
+        threading.stack_size({kib} << 10)
+        w = np.eye(512, dtype=np.float32)
+        x = feed("x", (Var("T", 0, 300), 512), "f32")
+        executor = Executor(Arrays({{"w": w}}), ("cpu",), Options(threads=2))
+        plan = executor.compile({{"y": ops.linear(x, weight("w", (512, 512), "f32"))}})
+        value = np.ones((256, 512), np.float32)
+        for _ in range(20):
+            assert np.array_equal(executor.run(plan, {{"x": value}})["y"], value)
+        assert threading.stack_size(0) == {kib} << 10
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr

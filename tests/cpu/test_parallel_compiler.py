@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -85,6 +86,17 @@ def test_what_a_child_leaves_is_compiled_here(compiled_here, monkeypatch):
     compile_kernels(kernels, 2, lambda done, total: None)
     assert [stored(kernel) for kernel in kernels] == [200, 201, 202, 203]
     assert len(compiled_here) == 4
+
+
+def test_children_may_end_without_a_status(compiled_here):
+    """The application ignores SIGCHLD, as its parent may have told it to."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        kernels = [made(700 + i) for i in range(6)]
+        compile_kernels(kernels, 2, lambda done, total: None)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert [stored(kernel) for kernel in kernels] == [700 + i for i in range(6)]
 
 
 def test_a_thread_that_compiles_does_not_block_the_children(compiled_here, monkeypatch):

@@ -246,7 +246,7 @@ def _launch_pair(
 def _launch_sum(ctx: KernelContext, code: Kernel, scalar_code: Kernel) -> Launch:
     """Launch a sum or a product; ``scalar_code`` is for b of a single element."""
     a, b = ctx.a, ctx.b
-    if b.meta.shape in (a.meta.shape, a.meta.inner[-1:]):
+    if b.meta.shape == a.meta.shape or (b.meta.ndim and b.meta.shape == a.meta.inner[-1:]):
         return _launch_pair(ctx, code, a, b, 0.0, 0.0)
     rows = ctx.live(a.meta.rows)
     block = BinaryArgs(a.address, a.row_stride, b.address, 0, ctx.out.address, rows, 1, a.width)

@@ -110,10 +110,13 @@ def _span(operand: Operand) -> Span:
     counts = [d for d in meta.shape if isinstance(d, int)]  # all of them, since Vars are bound
     if 0 in counts:
         return start, start
-    if counts:
+    nbytes = meta.dtype.nbytes
+    if counts and meta.dtype.tail:  # behind the blocks of each row
+        nbytes, counts[-1] = meta.dtype.row_nbytes(counts[-1]), 1
+    elif counts:
         counts[-1] //= meta.dtype.block
     last = sum((n - 1) * stride for n, stride in zip(counts, meta.strides))
-    return start, start + last + meta.dtype.nbytes
+    return start, start + last + nbytes
 
 
 def _overlap(a: Sequence[Span], b: Sequence[Span]) -> bool:

@@ -56,14 +56,25 @@ def _compile_in_processes(
             kernels[number].compile()
         deadline = time.monotonic() + _CHILD_TIMEOUT_S
         while children and time.monotonic() < deadline:
-            children = [pid for pid in children if os.waitpid(pid, os.WNOHANG)[0] == 0]
+            children = [pid for pid in children if not _ended(pid, os.WNOHANG)]
             time.sleep(_POLL_S)
     finally:
         os.close(reader)
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            _ended(pid)
+
+
+def _ended(pid: int, flags: int = 0) -> bool:
+    """Wait for a child, or with ``WNOHANG`` ask whether it has ended.
+
+    Its status is lost if the application ignores SIGCHLD or waits for all children itself.
+    """
+    try:
+        return os.waitpid(pid, flags)[0] != 0
+    except ChildProcessError:
+        return True
 
 
 def _numbers(reader: int) -> Iterator[int]:

@@ -25,6 +25,9 @@ from . import step_interpreter
 from .cores import MAX_THREADS
 from .jit import ABORT, STATUS, Kernel
 
+# Of workers: kernels keep up to 401 KiB on the stack. An application may give its threads less
+# (`threading.stack_size`, ulimit -s).
+_STACK_BYTES = 2 << 20
 _BARRIER_SPIN_NS = 400_000  # longer than one thread's small steps with cold caches
 _IDLE_SPIN_NS = 2_000_000  # longer than Python needs between two tokens
 _WAIT_SLICE_NS = 50_000_000  # longest time in which Python does not see a signal
@@ -85,11 +88,15 @@ class ThreadPool:
             for each in self.kernels:
                 native(each)  # compile before the first use
         body = native(step_interpreter.worker)
-        for i in range(len(self._workers), threads):
-            job = (self.control, i, 0)
-            worker = threading.Thread(target=body, args=job, daemon=True, name=f"graphllm-cpu-{i}")
-            worker.start()
-            self._workers.append(worker)
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            for i in range(len(self._workers), threads):
+                job, name = (self.control, i, 0), f"graphllm-cpu-{i}"
+                worker = threading.Thread(target=body, args=job, daemon=True, name=name)
+                worker.start()
+                self._workers.append(worker)
+        finally:
+            threading.stack_size(before)
 
     def run(self, program: int, threads: int, short: bool = False) -> None:
         """Run a program and wait for its end.

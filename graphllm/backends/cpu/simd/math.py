@@ -118,7 +118,8 @@ def gelu_erf32(x):
     p = p * t + _C[7]
     p = p * t + _C[8]
     positive = x if x > float32(0.0) else float32(0.0)
-    return positive - _HALF * abs(x) * (t * exp32(-z * z) * p)
+    size = float32(16.0) if x > float32(16.0) else abs(x)  # erfc is 0: not infinity times 0
+    return positive - _HALF * size * (t * exp32(-z * z) * p)
 
 
 # ----------------------------------------------------------------------------------------- float64
