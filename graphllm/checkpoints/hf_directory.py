@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
 
 _MAX_BYTES = 16 << 20  # of a JSON file; also of a comparison of weights
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "ice_text.model", "spiece.model",
     "sentencepiece.bpe.model", "source.spm",
 )  # fmt: skip
@@ -96,7 +96,7 @@ class HfCheckpoint:
 
     @property
     def has_vocabulary(self) -> bool:
-        return any((self.path / name).is_file() for name in _TOKENIZER_FILES)
+        return any((self.path / name).is_file() for name in TOKENIZER_FILES)
 
     def spec(self) -> ModelSpec:
         from .. import models
