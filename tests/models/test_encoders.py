@@ -101,6 +101,18 @@ def test_rope_scaling_of_modernbert(tmp_path):
 
 
 @pytest.mark.parity
+@pytest.mark.parametrize("name", ["modernbert", "nomic_bert"])
+def test_encoders_refuse_longrope(name, tmp_path):
+    write_encoder(tmp_path, hf_models.SPECS[name], 0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 5, "long_factor": [2.0] * 5}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
+    with pytest.raises(ConfigError, match="'longrope' is not supported for encoders"):
+        EmbeddingModel.load(tmp_path, device="reference")
+
+
+@pytest.mark.parity
 def test_embeddings_are_pooled_hidden_states(embedder):
     _, model = embedder
     texts = ["the cat", "", "a b c d e f", "the"]
