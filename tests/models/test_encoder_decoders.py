@@ -404,6 +404,21 @@ def check_logits(folder, model, name):
         assert hf_models.distance(llm.logits(source, target=target), want.numpy()) <= 1e-4
 
 
+@pytest.mark.parametrize("separate", [True, False])
+def test_settings_of_config_json(separate, tmp_path):
+    """They count only without a generation_config.json, but for the first token."""
+    write(tmp_path, "bart")
+    path, own = tmp_path / "config.json", tmp_path / "generation_config.json"
+    legacy = {"forced_bos_token_id": 7, "forced_eos_token_id": 9, "bad_words_ids": [[130]]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **legacy}))
+    own.write_text('{"decoder_start_token_id": null, "bad_words_ids": [[5]]}')
+    if not separate:
+        own.unlink()
+    with load(tmp_path, "reference") as llm:
+        found = llm.seq2seq.start, llm.seq2seq.forced_eos_id, llm.seq2seq.banned
+    assert found == (([2], None, (5,)) if separate else ([2, 7], 9, (130,)))
+
+
 def test_logits_that_are_not_finite(tmp_path):
     import torch
 
