@@ -101,6 +101,15 @@ def test_rope_scaling_of_modernbert(tmp_path):
 
 
 @pytest.mark.parity
+def test_distilbert_has_one_epsilon(tmp_path):
+    write_encoder(tmp_path, hf_models.SPECS["distilbert"], 0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_norm_eps": 1e-5}))
+    with pytest.raises(ConfigError, match="layer_norm_eps = 1e-05 is not supported, only 1e-12"):
+        EmbeddingModel.load(tmp_path, device="reference")
+
+
+@pytest.mark.parity
 @pytest.mark.parametrize("name", ["modernbert", "nomic_bert"])
 def test_encoders_refuse_longrope(name, tmp_path):
     write_encoder(tmp_path, hf_models.SPECS[name], 0)
