@@ -39,6 +39,7 @@ def config(keys: Keys) -> EncoderConfig:
     # Sinusoidal positions are stored as a table, too; the others are for training.
     keys.ignore("sinusoidal_pos_embds", "tie_weights_", "dropout", "qa_dropout",
                 "seq_classif_dropout")  # fmt: skip
+    keys.require("layer_norm_eps", 1e-12)  # transformers does not read it
     act = keys("hidden_act", str, "gelu")
     heads = {
         SEQUENCE: Head(

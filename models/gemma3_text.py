@@ -48,7 +48,9 @@ def config(keys: Keys) -> DecoderConfig:
     a, wide, period = c.attention, c.layers[0].rope, keys.positive("sliding_window_pattern", 6)
     # layer_types and hidden_activation take precedence over these.
     keys.ignore("_sliding_window_pattern", "hidden_act")
-    local = rope_config(keys, a.head_dim, "sliding_attention", theta="rope_local_base_freq")
+    local = rope_config(
+        keys, a.head_dim, "sliding_attention", theta="rope_local_base_freq", old_form=False
+    )
     windows = sliding_windows(keys, lambda i: i % period != period - 1)
     # GGUF has no key for the scale. llama.cpp recognises the 27B, which differs, by its 62 layers.
     width = a.head_dim if len(windows) != 62 else c.dim // a.heads

@@ -1,10 +1,11 @@
 """T5 (Raffel et al. 2020), its version 1.1 and Flan-T5: biases of relative positions."""
 
-from graphllm.model.config import ACTIVATIONS, Attention, EncoderConfig, EncoderDecoderConfig
-from graphllm.model.config_keys import Keys
+from graphllm.model.config import Attention, EncoderConfig, EncoderDecoderConfig
+from graphllm.model.config_keys import Keys, t5_activation
 from graphllm.model.encoder_decoder import EncoderDecoder, Layer, Mlp, ModuleNames, Norm
 from graphllm.model.gguf_config import T5_KEYS
 from graphllm.model.relative_positions import bias_rules, bucket_sizes
+from graphllm.model.shared_embedding import tied_embedding
 from graphllm.weights.weight_rules import WeightRule
 
 GGUF = ("t5",)
@@ -20,10 +21,10 @@ TINY = (
 
 
 def HF(config: EncoderDecoderConfig) -> tuple[WeightRule, ...]:
-    """Leave out biases that have no effect, and copies of the embedding."""
+    """Leave out biases that have no effect."""
     bias = "{}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     cross = WeightRule("", "{*}.EncDecAttention.relative_attention_bias.weight")
-    return *bias_rules(config, bias), cross, WeightRule("", "{*}.embed_tokens.weight")
+    return *bias_rules(config, bias), cross
 
 
 def RULES(config: EncoderDecoderConfig) -> tuple[WeightRule, ...]:
@@ -33,18 +34,15 @@ def RULES(config: EncoderDecoderConfig) -> tuple[WeightRule, ...]:
 def config(keys: Keys) -> EncoderDecoderConfig:
     keys.rename(num_hidden_layers="num_layers", hidden_size="d_model")
     keys.require("tie_encoder_decoder", False)
-    keys.ignore("n_positions", "dropout_rate", "initializer_factor", "dense_act_fn", "is_gated_act")
+    keys.ignore("n_positions", "dropout_rate", "initializer_factor")
     gated = "enc.blk.0.ffn_gate.weight" in keys.tensors  # of a GGUF file
-    proj = keys("feed_forward_proj", str, "gated-gelu" if gated else "relu")
+    gate, act = t5_activation(keys, "gated-gelu" if gated else "relu")
     tied, eps = keys("tie_word_embeddings", bool, True), keys.eps("layer_norm_epsilon", 1e-6)
     keys.require("layer_norm_eps", eps)
-    gate, _, act = proj.rpartition("-")
-    if gate not in ("", "gated") or act not in ACTIVATIONS:
-        raise keys.error("feed_forward_proj", f"= {proj!r} is not supported")
-    act = "gelu_new" if gate and act == "gelu" else act
     # A GGUF file does not state it. Only version 1.0, which has no gates, scales.
     scaled = keys("scale_decoder_outputs", bool, tied and not gated)
     buckets, reach = bucket_sizes(keys)
+    embed, copies = tied_embedding(keys, "")  # whatever tie_word_embeddings states
     dim, heads = keys.positive("hidden_size"), keys.positive("num_heads")
     layers = "num_decoder_layers" if keys.has("num_decoder_layers") else "num_hidden_layers"
 
@@ -53,12 +51,12 @@ def config(keys: Keys) -> EncoderDecoderConfig:
         return {
             "vocab": keys.positive("vocab_size"), "dim": dim, "context": MAX_TOKENS,
             "layers": (Layer(None),) * count, "norm": Norm(eps),
-            "mlp": Mlp(keys.positive("d_ff"), act, bool(gate)),
+            "mlp": Mlp(keys.positive("d_ff"), act, gate),
             "attention": Attention(heads, heads, keys.positive("d_kv"), scale=1.0,
                 skip_prefix=side == "decoder", bias_name=f"{side}.relative_attention_bias",
                 bias_buckets=buckets, bias_reach=reach),
             "names": ModuleNames(
-                model="", embed="shared", layers=f"{side}.block", norm=f"{side}.final_layer_norm",
+                model="", embed=embed, layers=f"{side}.block", norm=f"{side}.final_layer_norm",
                 attn="layer.0.SelfAttention", pre_attn_norm="layer.0.layer_norm", q="q", k="k",
                 v="v", out="o", cross_attn="layer.1.EncDecAttention",
                 pre_cross_norm="layer.1.layer_norm", mlp=f"layer.{mlp}.DenseReluDense",
@@ -71,4 +69,5 @@ def config(keys: Keys) -> EncoderDecoderConfig:
         encoder=EncoderConfig(**common("encoder", keys.layers(), 1)),
         tied=tied or not {"lm_head.weight", "output.weight"} & {*keys.tensors},
         logit_scale=dim**-0.5 if scaled else 1.0,
+        embed_copies=copies,
     )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
 
 _MAX_BYTES = 16 << 20  # of a JSON file; also of a comparison of weights
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "ice_text.model", "spiece.model",
     "sentencepiece.bpe.model", "source.spm",
 )  # fmt: skip
@@ -96,7 +96,7 @@ class HfCheckpoint:
 
     @property
     def has_vocabulary(self) -> bool:
-        return any((self.path / name).is_file() for name in _TOKENIZER_FILES)
+        return any((self.path / name).is_file() for name in TOKENIZER_FILES)
 
     def spec(self) -> ModelSpec:
         from .. import models
@@ -107,7 +107,7 @@ class HfCheckpoint:
         return Keys(str(self.path / "config.json"), self.metadata, self.tensors, {})
 
     def weights(self, spec: ModelSpec, config: ModelConfig) -> Weights:
-        """See `Checkpoint.weights`. ModelFileError if a tied head is not the embedding."""
+        """See `Checkpoint.weights`. ModelFileError if a tied weight is not the embedding."""
         rules, n = (*UNUSED_BUFFERS, *spec.hf_rules(config)), config.names
         weights = NamedWeights(self.file, rules, strict=False)
         unprefixed = spec.is_decoder and n.model and f"{n.embed}.weight" in self.tensors
@@ -119,15 +119,17 @@ class HfCheckpoint:
                 )
             rules = (*rules, *optional_prefix(n.model, n.head))
             weights = NamedWeights(self.file, rules, strict=False)
-        head = f"{n.head}.weight"
-        if config.tied and head in weights.names():
-            embedding = f"{n.model}.{n.embed}.weight".lstrip(".")
-            if self._data and not self._equal(weights, head, embedding):
+        embedding = f"{n.model}.{n.embed}.weight".lstrip(".")
+        reasons = dict.fromkeys(getattr(config, "embed_copies", ()), "the model shares it")
+        if config.tied:
+            reasons[f"{n.head}.weight"] = "tie_word_embeddings is true"
+        for name in sorted(reasons.keys() & {*weights.names()}):
+            if self._data and not self._equal(weights, name, embedding):
                 raise ModelFileError(
-                    f"{self.path}: {quote(head)} differs from {quote(embedding)}, but "
-                    "tie_word_embeddings is true"
+                    f"{self.path}: {quote(name)} differs from {quote(embedding)}, but "
+                    f"{reasons[name]}"
                 )
-            weights.drop(head)
+            weights.drop(name)
         return weights
 
     def _equal(self, weights: Weights, a: str, b: str) -> bool:

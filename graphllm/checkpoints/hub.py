@@ -12,18 +12,25 @@ import sys
 from pathlib import Path
 
 from ..errors import ModelFileError
-from ..weights.strict_json import json_object
+from ..weights.strict_json import json_object, json_value
+from .hf_directory import TOKENIZER_FILES
 
 REVISION = "main"
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"[\w./-]+\.safetensors")
+_MODULES = "modules.json"  # lists the modules of sentence-transformers
+# Files of a module, besides those that it may lack.
+_MODULE_FILES = {"Pooling": ("config.json",), "Dense": ("config.json", _SINGLE)}
 # Files to download besides the shards. Pickles and weights for other programs, which can double the
 # size of a repository, are left out.
 _WANTED = [
-    "config.json", "generation_config.json", _SINGLE, _INDEX, "tokenizer*.json", "*.model",
+    "config.json", "generation_config.json", _SINGLE, _INDEX, "tokenizer*.json", "*.model", "*.spm",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "chat_template.jinja", "additional_chat_templates/*",
+    # Of sentence-transformers: settings, and the modules after the Transformer.
+    _MODULES, "sentence_bert_config.json", "config_sentence_transformers.json", "*/config.json",
+    "*_Dense/model.safetensors",
 ]  # fmt: skip
 
 
@@ -43,7 +50,19 @@ def cache_folder() -> Path:
 
 
 def find_cached(name: str) -> Path | None:
-    """Return the folder of a model in the local cache; None unless it is complete."""
+    """Return the folder of a model in the local cache; None unless it is complete.
+
+    A complete model has a configuration, weights, a tokenizer, and the files of the modules that
+    its modules.json lists.
+    """
+    found = _cached_snapshot(name)
+    if found is None or not _has_tokenizer(found):
+        return None
+    return found if all((found / file).is_file() for file in _module_files(found)) else None
+
+
+def _cached_snapshot(name: str) -> Path | None:
+    """Return the cached folder of a model with its configuration and weights, or None."""
     folder = cache_folder() / f"models--{name.replace('/', '--')}"
     try:
         revision = (folder / "refs" / REVISION).read_text("utf-8").strip()
@@ -53,6 +72,28 @@ def find_cached(name: str) -> Path | None:
         return None
     found = folder / "snapshots" / revision
     return found if (found / "config.json").is_file() and _has_weights(found) else None
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a tokenizer."""
+    present = {name for name in (*TOKENIZER_FILES, "merges.txt") if (folder / name).is_file()}
+    # vocab.json is not a tokenizer without the merges or a SentencePiece model.
+    return bool(present - {"vocab.json"})
+
+
+def _module_files(folder: Path) -> list[str]:
+    """Return the files of the modules that modules.json lists; loading reports malformed ones."""
+    try:
+        listed = json_value((folder / _MODULES).read_bytes(), _MODULES)
+    except (OSError, ModelFileError):
+        return []
+    found = []
+    for module in listed if isinstance(listed, list) else []:
+        kind, path = (module.get(k) if isinstance(module, dict) else None for k in ("type", "path"))
+        if isinstance(kind, str) and isinstance(path, str) and re.fullmatch(r"[\w.-]+", path):
+            names = _MODULE_FILES.get(kind.rpartition(".")[2], ())
+            found += [f"{path}/{name}" for name in names]
+    return found
 
 
 def _has_weights(folder: Path) -> bool:
@@ -77,11 +118,23 @@ def _shards(folder: Path) -> list[str]:
 def fetch(name: str) -> Path:
     """Return the folder of the model ``name``, from the cache or downloaded with a progress bar.
 
-    ModelFileError if it is not cached and cannot be downloaded.
+    If only its tokenizer or modules are missing, and cannot be downloaded, the cached folder is
+    returned. ModelFileError if the model is not cached and cannot be downloaded.
     """
     found = find_cached(name)
     if found is not None:
         return found
+    try:
+        return _download(name)
+    except ModelFileError:
+        found = _cached_snapshot(name)
+        if found is None:
+            raise
+        return found
+
+
+def _download(name: str) -> Path:
+    """Return the folder of a model, downloaded into the cache. ModelFileError."""
     where = f"{name}: no such file, and not in the Hugging Face cache ({cache_folder()})"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         raise ModelFileError(f"{where}; HF_HUB_OFFLINE is set")
@@ -94,8 +147,10 @@ def fetch(name: str) -> Path:
         disable_progress_bars()
     try:
         found = Path(snapshot_download(name, revision=REVISION, allow_patterns=_WANTED))
-        if not _has_weights(found):  # the name of the folder is the commit
-            snapshot_download(name, revision=found.name, allow_patterns=_shards(found))
+        wanted = [] if _has_weights(found) else _shards(found)
+        wanted += [file for file in _module_files(found) if not (found / file).is_file()]
+        if wanted:  # the name of the folder is the commit
+            snapshot_download(name, revision=found.name, allow_patterns=wanted)
         return found
     except Exception as error:  # network, disk or hub: huggingface_hub documents no base class
         reason = " ".join(str(error).split())[:300]

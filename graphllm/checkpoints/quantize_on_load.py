@@ -19,7 +19,7 @@ from ..formats.activations import LAYOUTS, rotate_blocks
 from ..formats.quantization import Blocks, check_scales, dequantise
 from ..graph.dtype import DTYPES, F32, DType
 from ..graph.tensor import Meta, Tensor, weight
-from ..model.config import EncoderConfig
+from ..model.config import EncoderConfig, EncoderDecoderConfig
 from ..weights import Weights
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def kept_as_stored(config: ModelConfig, kind: str) -> Callable[[str], bool]:
     suffixes = [names.router]
     if kind in ROW_FORMATS:
         suffixes += [names.embed, names.head]
+        if isinstance(config, EncoderDecoderConfig) and config.encoder is not None:
+            suffixes.append(config.encoder.names.embed)
     ends = tuple(f".{suffix}.weight" for suffix in suffixes)
     return lambda name: f".{name}".endswith(ends)
 

@@ -14,11 +14,19 @@ from ..model.batch import Limits
 from ..model.decoder import Decoder
 from ..tokenizer.languages import Languages
 
+_FIRST_IDS = ("decoder_start_token_id", "bos_token_id")
+
+
+def _stated(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values without null, which counts as missing."""
+    return {name: value for name, value in values.items() if value is not None}
+
 
 class Seq2Seq:
     """Makes the sequences of an encoder-decoder: source, then the first tokens of the target.
 
-    The settings come from generation_config.json, else from config.json, as in transformers.
+    The settings come from generation_config.json, as in transformers: config.json is read only if
+    that file does not exist, but for the first token of a target, which it may state as well.
 
     Attributes:
         start: ids that a target begins with: ``decoder_start_token_id``, ``forced_bos_token_id``.
@@ -32,12 +40,15 @@ class Seq2Seq:
         """Read the settings. ConfigError: a value is missing or invalid."""
         path, folder = file.path / "generation_config.json", file.path
         self._path = str(folder / "config.json" if folder.is_dir() else folder)
-        self._values = {**file.metadata, **(read_json(path) if path.is_file() else {})}
+        self._values = dict(file.metadata)
+        if path.is_file():
+            first_ids = {name: file.metadata.get(name) for name in _FIRST_IDS}
+            self._path, self._values = str(path), {**first_ids, **_stated(read_json(path))}
         start = f"{file.architecture}.decoder_start_token_id"  # of a GGUF file
         if start in file.metadata:
             self._values["decoder_start_token_id"] = file.metadata[start]
         self._vocab = decoder.cfg.vocab
-        first = self._id("decoder_start_token_id", "bos_token_id")
+        first = self._id(*_FIRST_IDS)
         if first is None:
             raise ConfigError(f"{self._path}: missing key 'decoder_start_token_id'")
         forced = self._id("forced_bos_token_id")

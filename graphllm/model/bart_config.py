@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from .config import (
     Norm,
 )
 from .config_keys import Keys
+from .shared_embedding import SIDES, embedding_rules, separate_embeddings, tied_embedding
 
 LOGITS_BIAS = "final_logits_bias"
-SIDES = ("encoder", "decoder")
 UNUSED = (
     "dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop", "init_std",
     "gradient_checkpointing", "force_bos_token_to_be_generated", "classif_dropout", "prefix",
@@ -65,6 +66,9 @@ def bart_config(
     # Positions of targets count from one, see `EncoderDecoder.embed`: a table has one more row, the
     # first sinusoidal position is one less.
     shift = 1 if positions == "learned" else -1
+    tied = keys("tie_word_embeddings", bool, True)
+    shared, copies = tied_embedding(keys, "model.") if tied else ("", ())
+    embeds = dict.fromkeys(SIDES, shared) if tied else separate_embeddings(keys, "model.")
 
     def common(side: str) -> dict[str, Any]:
         source, heads = side == "encoder", keys.positive(f"{side}_attention_heads")
@@ -77,7 +81,7 @@ def bart_config(
                 heads, heads, dim // heads, bias=True, out_bias=True, skip_prefix=not source
             ),
             "mlp": Mlp(keys.positive(f"{side}_ffn_dim"), act, gated=False, bias=True),
-            "names": _names(side, pre_norm, embed_norm),
+            "names": _names(side, embeds[side], pre_norm, embed_norm),
             "embed_scale": scale, "positions": positions,
             "position_offset": first_position + (0 if source else shift),
         }  # fmt: skip
@@ -85,18 +89,19 @@ def bart_config(
     return EncoderDecoderConfig(
         **common("decoder"),
         encoder=EncoderConfig(**common("encoder")),
-        tied=keys("tie_word_embeddings", bool, True),
+        tied=tied,
         logits_bias=LOGITS_BIAS if logits_bias else "",
+        embed_copies=copies,
     )
 
 
-def _names(side: str, pre_norm: bool, embed_norm: bool) -> ModuleNames:
+def _names(side: str, embed: str, pre_norm: bool, embed_norm: bool) -> ModuleNames:
     """Return the names of the modules of a side."""
     norms = {"attn": "self_attn_layer_norm", "cross": "encoder_attn_layer_norm",
              "mlp": "final_layer_norm"}  # fmt: skip
     own, other = ("pre", "post") if pre_norm else ("post", "pre")
     return ModuleNames(
-        embed="shared", layers=f"{side}.layers", positions=f"{side}.embed_positions",
+        embed=embed, layers=f"{side}.layers", positions=f"{side}.embed_positions",
         embed_norm=f"{side}.layernorm_embedding" if embed_norm else "", out="out_proj",
         cross_attn="encoder_attn",
         norm=f"{side}.layer_norm" if pre_norm else "", mlp="", up="fc1", down="fc2",
@@ -105,8 +110,10 @@ def _names(side: str, pre_norm: bool, embed_norm: bool) -> ModuleNames:
     )  # fmt: skip
 
 
-def bart_rules(offset: int | None = None) -> tuple[WeightRule, ...]:
-    """Return the weight rules: copies of the embedding are left out, the logits' bias is a vector.
+def bart_rules(
+    offset: int | None = None,
+) -> Callable[[EncoderDecoderConfig], tuple[WeightRule, ...]]:
+    """Return the weight rules by configuration: the logits' bias is a vector.
 
     ``offset``: rows before the first position in the tables of positions; None: they are left out,
     because the model computes them.
@@ -117,11 +124,8 @@ def bart_rules(offset: int | None = None) -> tuple[WeightRule, ...]:
     else:
         views = (lambda table: table[offset:], lambda table: _one_before(table, offset))
         positions = [WeightRule(n, n, Rows(v)) for n, v in zip(tables.values(), views, strict=True)]
-    return (
-        WeightRule(LOGITS_BIAS, LOGITS_BIAS, View(lambda row: row[0])),
-        *(WeightRule("", f"model.{side}.embed_tokens.weight") for side in SIDES),
-        *positions,
-    )
+    bias = WeightRule(LOGITS_BIAS, LOGITS_BIAS, View(lambda row: row[0]))
+    return lambda config: (bias, *positions, *embedding_rules(config, "model."))
 
 
 def _one_before(table: np.ndarray, offset: int) -> np.ndarray:

@@ -321,3 +321,4 @@ class EncoderDecoderConfig(DecoderConfig):
 
     encoder: EncoderConfig | None = None
     logits_bias: str = ""  # name of a weight [vocab] that is added to the logits if the file has it
+    embed_copies: tuple[str, ...] = ()  # tensors that must equal the embedding if the file has them

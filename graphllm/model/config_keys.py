@@ -10,7 +10,10 @@ from .config import ACTIVATIONS, Attention, DecoderConfig, Layer, Mlp, Norm
 from .keys import IGNORED, Keys
 from .rope import rope_config
 
-__all__ = ["IGNORED", "Keys", "base_config", "kv_head_count", "mha_sizes", "sliding_windows"]
+__all__ = [
+    "IGNORED", "Keys", "base_config", "kv_head_count", "mha_sizes", "sliding_windows",
+    "t5_activation",
+]  # fmt: skip
 
 
 def sliding_windows(keys: Keys, default: Callable[[int], bool], used: bool = True) -> list[int]:
@@ -44,6 +47,21 @@ def mha_sizes(keys: Keys) -> tuple[int, int, int]:
     if keys.gguf:  # where the number of KV heads may be stated as well
         keys.require("num_key_value_heads", heads)
     return dim, heads, dim // heads
+
+
+def t5_activation(keys: Keys, default: str) -> tuple[bool, str]:
+    """Return whether T5's MLP is gated, and its activation. ConfigError: it is not supported.
+
+    ``default``: of feed_forward_proj, for files that do not state it.
+    """
+    proj = keys("feed_forward_proj", str, default)
+    gate, _, act = proj.rpartition("-")
+    if gate not in ("", "gated") or act not in ACTIVATIONS:
+        raise keys.error("feed_forward_proj", f"= {proj!r} is not supported")
+    act = "gelu_new" if gate and act == "gelu" else act
+    # transformers writes what follows from feed_forward_proj, and reads it back.
+    gated = keys("is_gated_act", bool, bool(gate))
+    return gated, keys.choice("dense_act_fn", ACTIVATIONS, act)
 
 
 def kv_head_count(keys: Keys, heads: int, name: str = "num_key_value_heads") -> int:

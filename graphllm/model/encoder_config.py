@@ -48,8 +48,18 @@ def bert_config(
         position_offset=position_offset,
         tied=keys("tie_word_embeddings", bool, True),
         token_types=keys.positive("type_vocab_size", 2) if token_types else 0,
-        heads=heads,
+        heads={**heads, MASKED_LM: _with_stored_bias(keys, heads[MASKED_LM])},
     )
+
+
+def _with_stored_bias(keys: Keys, masked: Head) -> Head:
+    """Return the head of a masked language model with the bias that transformers adds.
+
+    A file may have the bias of the linear, or a parameter that transformers ties to it, or both. If
+    both exist and differ, transformers does not tie them and adds the bias of the linear.
+    """
+    own = f"{masked.out}.bias"
+    return replace(masked, bias=own) if masked.bias and own in {*keys.tensors} else masked
 
 
 def bert_names(model: str) -> ModuleNames:
@@ -110,8 +120,9 @@ def encoder_rules(config: EncoderConfig, *unused: str) -> tuple[WeightRule, ...]
     used = [f"{name.removeprefix(f'{model}.')}." for name in (head.modules if head else ())]
     left_out = [name for name in unused if not any(own.startswith(f"{name}.") for own in used)]
     masked = config.heads.get(MASKED_LM)
-    # transformers ties this bias to the one that the head names.
-    twice = (f"{masked.out}.bias",) if masked and masked.bias != f"{masked.out}.bias" else ()
+    # Two names of one bias, see `_with_stored_bias`.
+    roots = {masked.out, masked.out.removesuffix(".decoder")} if masked else ()
+    twice = [f"{root}.bias" for root in roots if masked and masked.bias != f"{root}.bias"]
     modules = (name for each in config.heads.values() for name in each.modules)
     tops = [*dict.fromkeys([model, *(name.partition(".")[0] for name in modules)])]
     own = [(f"{top}.{{*}}", f"{top}.{{*}}") for top in tops] + [(f"{model}.{{*}}", "{*}")]

@@ -46,14 +46,21 @@ IGNORED = {
     "sbert_ce_default_activation_function": "read by rerank",
     "unsloth_version": "writer of the file", "unsloth_fixed": "writer of the file",
     "quantization_config": "read with the tensors",
+    "use_bfloat16": "stated by the tensors", "tf_legacy_loss": "training",
+    "eos_token_ids": "of old versions; not read by transformers",
+    "output_scores": "requests outputs", "return_dict_in_generate": "requests outputs",
     **dict.fromkeys(
         ("do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
          "max_length", "max_new_tokens", "min_length", "num_beams", "num_return_sequences",
          "early_stopping", "length_penalty", "no_repeat_ngram_size", "bad_words_ids",
-         "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"),
+         "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "num_beam_groups",
+         "diversity_penalty", "encoder_no_repeat_ngram_size", "remove_invalid_values"),
         "default of the sampling",
     ),
 }  # fmt: skip
+
+# Keys of old versions that change the model unless they have this value.
+_UNCHANGED: dict[str, Any] = {"pruned_heads": {}, "add_cross_attention": False}
 
 
 @dataclass
@@ -217,6 +224,8 @@ class Keys:
 
     def finish(self) -> None:
         """Raise ConfigError with all keys that have a value and were not read."""
+        for name, value in _UNCHANGED.items():
+            self.require(name, value)
         unknown = [
             name
             for name, value in self.values.items()

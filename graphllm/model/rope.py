@@ -29,18 +29,21 @@ _OLD_TYPES = {"su": "longrope", "ntk": "dynamic"}
 class _Scaling:
     """Values of rope_parameters or rope_scaling. A value that nothing reads is an error.
 
-    ``layer_type``: the entry of rope_parameters, for models whose layer types rotate differently.
+    Args:
+        keys: Configuration.
+        layer_type: Entry of rope_parameters, for models whose layer types rotate differently.
+        old_form: Whether rope_scaling applies to this layer type.
     """
 
-    def __init__(self, keys: Keys, layer_type: str = "") -> None:
+    def __init__(self, keys: Keys, layer_type: str = "", old_form: bool = True) -> None:
         old, new = keys("rope_scaling", dict, {}), keys("rope_parameters", dict, {})
         by_type = [name for name, value in new.items() if isinstance(value, dict)]
         if new and len(by_type) != (len(new) if layer_type else 0):
             text = "must not be" if by_type else "must be"
             raise keys.error("rope_parameters", f"{text} given per layer type for this model")
         values = dict(old or new)
-        if layer_type:  # the old form applies to the layers without a window
-            values = {**new.get(layer_type, {}), **(old if layer_type == FULL_ATTENTION else {})}
+        if layer_type:
+            values = {**new.get(layer_type, {}), **(old if old_form else {})}
         for before, now in _OLD_KEYS.items():
             # transformers ignores an old key next to entries per layer type.
             if before in values and not (layer_type and before in old):
@@ -112,6 +115,7 @@ def rope_config(
     partial: float | None = None,
     truncate: bool = True,
     required: bool = False,
+    old_form: bool = True,
 ) -> Rope:
     """Read how heads of ``head_dim`` columns are rotated.
 
@@ -126,11 +130,12 @@ def rope_config(
         truncate: Default of YaRN's key ``truncate``.
         required: Whether a config.json must have rope_scaling or rope_parameters, for models to
             which transformers would otherwise apply a scaling of its own.
+        old_form: Whether rope_scaling applies to this layer type.
 
     Raises:
         ConfigError: A value is missing, out of range or not supported, or a key is unknown.
     """
-    s = _Scaling(keys, layer_type)
+    s = _Scaling(keys, layer_type, old_form)
     s.truncate = truncate
     if required and not (keys.gguf or s.values):
         raise s.error("is missing and has no default")

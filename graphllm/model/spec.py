@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelFileError, RequestError
 from ..weights.weight_rules import WeightRule
-from .config import ModelConfig
+from .config import EncoderConfig, ModelConfig
 from .gguf_config import gguf_weight_rules
 
 if TYPE_CHECKING:
@@ -26,7 +26,11 @@ Rules = Sequence[WeightRule] | Callable[[Any], Sequence[WeightRule]]
 
 
 def _checked(config: Callable[[Keys], Any], path: str) -> Callable[[Keys], ModelConfig]:
-    """Wrap ``config`` of a model file to check the type of its result."""
+    """Wrap ``config`` of a model file to check its result: the type, and the rotation of encoders.
+
+    Encoders have no LongRoPE: transformers chooses between its factors by the length of each batch,
+    so that the embedding of a text would depend on the other texts.
+    """
 
     @wraps(config)
     def read(keys: Keys) -> ModelConfig:
@@ -35,6 +39,9 @@ def _checked(config: Callable[[Keys], Any], path: str) -> Callable[[Keys], Model
             kind = type(found).__name__
             wanted = "a DecoderConfig or an EncoderConfig"
             raise ModelFileError(f"{path}: config(keys) returned {kind}, not {wanted}")
+        ropes = [layer.rope for layer in found.layers if layer.rope is not None]
+        if isinstance(found, EncoderConfig) and any(rope.long_context for rope in ropes):
+            raise keys.error("rope_scaling", "rope_type 'longrope' is not supported for encoders")
         return found
 
     return read

@@ -83,13 +83,14 @@ def pooling_keys(file: HfCheckpoint, config: ModelConfig, notes: list[str]) -> d
 
 def _t5_keys(file: HfCheckpoint, config: EncoderDecoderConfig, notes: list[str]) -> dict[str, Any]:
     path, a = file.path / "generation_config.json", config.attention
-    values = {**file.metadata, **(read_json(path) if path.is_file() else {})}
+    settings = read_json(path) if path.is_file() else file.metadata
+    values = {**file.metadata, **settings}
     start, context = values.get("decoder_start_token_id"), values.get("n_positions", _CONTEXT)
     if type(start) is not int or not 0 <= start < config.vocab:
         raise ConfigError(f"{file.path / 'config.json'}: decoder_start_token_id = {quote(start)}")
     if type(context) is not int or not 0 < context < 2**31:
         raise ConfigError(f"{file.path / 'config.json'}: n_positions = {quote(context)}")
-    if lost := [name for name in _LEFT_OUT if values.get(name)]:
+    if lost := [name for name in _LEFT_OUT if settings.get(name)]:
         names = join_names(lost, str)
         notes.append(f"{names} of the directory is left out: GGUF has no key for it")
     assert config.encoder is not None

@@ -263,6 +263,8 @@ class HfSource:
                 continue  # of files of relatives of BERT, and of heads
             if self._arch == "llama" and key.endswith(".window"):
                 continue  # a note says so
+            if key == "embed_copies" or key.endswith("names.embed"):
+                continue  # names of one table in the directory
             if key == "tied" and pooled:
                 continue  # embeddings need no head
             if key.endswith((".style", ".extended_context")):

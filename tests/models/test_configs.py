@@ -101,10 +101,25 @@ def test_facts_of_published_files(name, fact, value):
     assert fact(read(PUBLISHED[name])) == value
 
 
+OLD = {  # keys that older versions of transformers wrote into every file
+    "pruned_heads": {}, "add_cross_attention": False, "use_bfloat16": False, "eos_token_ids": 0,
+    "num_beam_groups": 1, "diversity_penalty": 0.0, "remove_invalid_values": False,
+    "return_dict_in_generate": False, "output_scores": False, "encoder_no_repeat_ngram_size": 0,
+    "tf_legacy_loss": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["LLaMA 7B, of early 2023", "GPT-2"])
+def test_keys_of_older_versions_change_nothing(name):
+    assert read({**PUBLISHED[name], **OLD}) == read(PUBLISHED[name])
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
         ("Llama 3.2 1B", {"dual_chunk": True}, "does not know the key 'dual_chunk'"),
+        ("Llama 3.2 1B", {"pruned_heads": {"0": [1]}}, r"pruned_heads = \{'0': \[1\]\} is not sup"),
+        ("Llama 3.2 1B", {"add_cross_attention": True}, "add_cross_attention = True is not sup"),
         ("Llama 3.2 1B", {"rope_interleaved": True}, "rope_interleaved = True is not supported"),
         ("Llama 3.2 1B", {"rope_scaling": {"type": "ntk-parts"}}, "rope_type 'ntk-parts' is not"),
         ("Llama 3.2 1B", {"original_max_position_embeddings": 1}, "original_max_position_embed"),

@@ -339,10 +339,9 @@ PUBLISHED = {
 
 
 UNUSED_TENSORS = {
-    "t5": ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
-           "encoder.embed_tokens.weight"),
-    "m2m_100": ("model.decoder.embed_positions.weights", "model.encoder.embed_tokens.weight"),
-}  # fmt: skip
+    "t5": ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+    "m2m_100": ("model.decoder.embed_positions.weights",),
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -352,10 +351,72 @@ def test_keys_of_published_configurations(name, tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), **PUBLISHED[name]}))
     tensors = load_file(file)
     tensors |= {each: np.zeros((3, 2), np.float32) for each in UNUSED_TENSORS.get(name, ())}
-    tensors["lm_head.weight"] = tensors["shared.weight" if name == "t5" else "model.shared.weight"]
+    prefix = "" if name == "t5" else "model."
+    for copy in ("lm_head", f"{prefix}encoder.embed_tokens", f"{prefix}decoder.embed_tokens"):
+        tensors[f"{copy}.weight"] = tensors[f"{prefix}shared.weight"]
     save_file(tensors, file)
     with load(tmp_path) as llm:
         assert llm.generate([5, 1], max_tokens=2, temperature=0).prompt_ids[:2] == [5, 1]
+
+
+@pytest.mark.parametrize("name", ["bart", "mbart", "marian", "m2m_100", "pegasus"])
+def test_embeddings_of_each_side(name, tmp_path):
+    """Without tie_word_embeddings, encoder, decoder and head have tables of their own."""
+    model = write(tmp_path, name, config={"tie_word_embeddings": False})
+    tables = load_file(tmp_path / "model.safetensors")
+    sides = [tables[f"model.{side}.embed_tokens.weight"] for side in ("encoder", "decoder")]
+    assert np.abs(sides[0] - sides[1]).max() > 0.1 and "lm_head.weight" in tables
+    check_logits(tmp_path, model, name)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_copies_of_the_embedding(name, tmp_path):
+    """A tied table may have any of its names; tables of the same name that differ are an error."""
+    model, file = write(tmp_path, name), tmp_path / "model.safetensors"
+    prefix, tensors = "" if name == "t5" else "model.", load_file(file)
+    table = tensors.pop(f"{prefix}shared.weight")
+    tensors[f"{prefix}decoder.embed_tokens.weight"] = table
+    save_file(tensors, file, {"format": "pt"})
+    check_logits(tmp_path, type(model).from_pretrained(tmp_path).eval(), name)
+    check_logits(tmp_path, model, name)
+    save_file({**tensors, f"{prefix}shared.weight": table + 1}, file)
+    with pytest.raises(ModelFileError, match=r"decoder.embed_tokens.weight' differs from .*shared"):
+        load(tmp_path, "reference")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_activation_of_t5(gated, tmp_path):
+    """dense_act_fn and is_gated_act take precedence over feed_forward_proj."""
+    stated = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "relu", "is_gated_act": gated}
+    model = write(tmp_path, "t5", config=stated)
+    assert json.loads((tmp_path / "config.json").read_text())["dense_act_fn"] == "relu"
+    check_logits(tmp_path, model, "t5")
+
+
+def check_logits(folder, model, name):
+    """Compare the logits of one source and target with those of transformers' model."""
+    import torch
+
+    (source,), target = sources(name, [9]), [7, 50, 4, 99]
+    with load(folder, "reference") as llm, torch.no_grad():
+        given = {"input_ids": torch.tensor([source])}
+        want = model(**given, decoder_input_ids=torch.tensor([target])).logits[0]
+        assert hf_models.distance(llm.logits(source, target=target), want.numpy()) <= 1e-4
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_settings_of_config_json(separate, tmp_path):
+    """They count only without a generation_config.json, but for the first token."""
+    write(tmp_path, "bart")
+    path, own = tmp_path / "config.json", tmp_path / "generation_config.json"
+    legacy = {"forced_bos_token_id": 7, "forced_eos_token_id": 9, "bad_words_ids": [[130]]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **legacy}))
+    own.write_text('{"decoder_start_token_id": null, "bad_words_ids": [[5]]}')
+    if not separate:
+        own.unlink()
+    with load(tmp_path, "reference") as llm:
+        found = llm.seq2seq.start, llm.seq2seq.forced_eos_id, llm.seq2seq.banned
+    assert found == (([2], None, (5,)) if separate else ([2, 7], 9, (130,)))
 
 
 def test_logits_that_are_not_finite(tmp_path):

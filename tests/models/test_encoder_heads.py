@@ -78,6 +78,31 @@ def test_logits_agree_with_transformers(written):
         assert np.abs(got - want).max() <= 1e-4 * max(1.0, float(np.ptp(want)))
 
 
+@pytest.mark.parametrize(
+    "name, variant", [("bert", 1), ("bert", 3), ("mpnet", 0), ("nomic_bert", 0)]
+)
+def test_bias_of_a_masked_language_model(name, variant, tmp_path):
+    """Without tied weights it is a parameter of the linear; a file may have one of two names."""
+    import torch
+    from safetensors.numpy import load_file, save_file
+
+    spec, ids, file = hf_models.SPECS[name], [2, 9, 40, 3], tmp_path / "model.safetensors"
+    oracle = write_encoder(tmp_path, spec, variant, "MaskedLM", tie_word_embeddings=False)
+    tensors = load_file(file)
+    with torch.no_grad():
+        want = oracle(torch.tensor([ids])).logits[0].numpy()
+    (own,) = (each for each in tensors if each.endswith(".decoder.bias"))
+    other = own.replace(".decoder.", ".")
+    assert np.abs(tensors[own] - tensors[other]).max() > 0.1
+    tied = {**tensors, other: tensors[own]}
+    del tied[own]
+    for stored in (tensors, tied):
+        save_file(stored, file)
+        with graphllm.load(tmp_path, device="reference") as model:
+            got = model._logits(model.engine.hidden([ids])[0])
+        assert hf_models.distance(got, want) <= 1e-4
+
+
 @pytest.fixture(scope="module")
 def reranker(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reranker")

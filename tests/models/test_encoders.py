@@ -83,6 +83,45 @@ def test_hidden_states_agree_with_transformers(written, device):
 
 
 @pytest.mark.parity
+def test_rope_scaling_of_modernbert(tmp_path):
+    """The old form applies to layers with and without a window."""
+    import torch
+    from transformers import AutoModel
+
+    write_encoder(tmp_path, hf_models.SPECS["modernbert"], 0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
+    with torch.no_grad():
+        oracle = AutoModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
+        want = oracle(torch.tensor([SEQUENCES[1]])).last_hidden_state[0].numpy()
+    with EmbeddingModel.load(tmp_path, device="reference") as model:
+        assert hf_models.distance(model.engine.hidden(SEQUENCES[1:2])[0], want) <= 1e-4
+
+
+@pytest.mark.parity
+def test_distilbert_has_one_epsilon(tmp_path):
+    write_encoder(tmp_path, hf_models.SPECS["distilbert"], 0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_norm_eps": 1e-5}))
+    with pytest.raises(ConfigError, match="layer_norm_eps = 1e-05 is not supported, only 1e-12"):
+        EmbeddingModel.load(tmp_path, device="reference")
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", ["modernbert", "nomic_bert"])
+def test_encoders_refuse_longrope(name, tmp_path):
+    write_encoder(tmp_path, hf_models.SPECS[name], 0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 5, "long_factor": [2.0] * 5}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
+    with pytest.raises(ConfigError, match="'longrope' is not supported for encoders"):
+        EmbeddingModel.load(tmp_path, device="reference")
+
+
+@pytest.mark.parity
 def test_embeddings_are_pooled_hidden_states(embedder):
     _, model = embedder
     texts = ["the cat", "", "a b c d e f", "the"]

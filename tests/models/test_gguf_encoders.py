@@ -18,7 +18,7 @@ import pytest
 from encoder_models import write_encoder
 from gguf_files import finish
 from hf_tokenizers import train_model, write_json
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from test_decoder_embeddings import write as write_decoder
 from test_encoder_decoders import load as load_t5
 from test_encoder_decoders import write as write_seq2seq
@@ -33,6 +33,7 @@ from graphllm.errors import ConfigError, ModelFileError
 from graphllm.quantize import quantize
 from graphllm.tokenizer.edge_cases import EDGE_CASES
 from graphllm.tokenizer.sentencepiece_proto import read_model
+from graphllm.weights.gguf import GgufFile
 
 pytestmark = pytest.mark.parity
 ARCHES = {"bert": gguf.MODEL_ARCH.BERT, "nomic_bert": gguf.MODEL_ARCH.NOMIC_BERT,
@@ -253,6 +254,21 @@ def test_wrong_files(tmp_path):
         path = change(tmp_path / f"{name}.gguf", tmp_path / "changed.gguf", **{key: value})
         with pytest.raises((ConfigError, ModelFileError), match=says):
             graphllm.load(path, device="reference").tokenizer.encode("a")
+
+
+@pytest.mark.parametrize("names", [("shared", "decoder.embed_tokens"), ("encoder.embed_tokens",)])
+def test_names_of_the_embedding_of_t5(names, tmp_path):
+    """A directory may have copies of the table; a GGUF file has one."""
+    write_t5(tmp_path / "t5", 0)
+    file = tmp_path / "t5" / "model.safetensors"
+    tensors = load_file(file)
+    table = tensors.pop("shared.weight")
+    save_file({**tensors, **{f"{name}.weight": table for name in names}}, file)
+    quantize(tmp_path / "t5", tmp_path / "own.gguf", "f32")
+    stored = GgufFile(tmp_path / "own.gguf")
+    assert stored.tensors["token_embd.weight"].shape == table.shape
+    assert stored.raw("token_embd.weight").tobytes() == table.tobytes()
+    stored.close()
 
 
 def test_what_a_file_cannot_state(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import subprocess
 import sys
@@ -36,8 +37,34 @@ def keep(cache, *files: str, revision: str = "0a1b"):
 
 
 def test_a_cached_model_is_found(cache):
-    found = keep(cache, "config.json", "model.safetensors")
+    found = keep(cache, "config.json", "model.safetensors", "tokenizer.json")
     assert checkpoint_path("org/small") == found
+
+
+def test_a_model_without_tokenizer_or_modules_is_downloaded(cache, monkeypatch):
+    """If it cannot be, the files in the cache are used."""
+    asked = []
+
+    def fails(name, revision, allow_patterns):
+        asked.append(name)
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
+    found = keep(cache, "config.json", "model.safetensors", "vocab.json")
+    assert hub.find_cached("org/small") is None
+    assert checkpoint_path("org/small") == found and asked == ["org/small"]
+    (found / "merges.txt").write_text("")
+    assert hub.find_cached("org/small") == found
+    kinds = ["Transformer", "Pooling", "Dense", "Normalize"]
+    modules = [{"type": f"a.{kind}", "path": kind[:1] * (kind != kinds[0])} for kind in kinds]
+    (found / "modules.json").write_text(json.dumps(modules))
+    for file in ("P/config.json", "D/config.json", "D/model.safetensors"):
+        assert hub.find_cached("org/small") is None
+        (found / file).parent.mkdir(exist_ok=True)
+        (found / file).write_text("{}")
+    assert checkpoint_path("org/small") == found and asked == ["org/small"]
+    (found / "modules.json").write_text('{"type"')  # loading reports it
+    assert hub.find_cached("org/small") == found
 
 
 def test_an_incomplete_model_is_not_found(cache, monkeypatch):
@@ -49,6 +76,7 @@ def test_an_incomplete_model_is_not_found(cache, monkeypatch):
     (found / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors"}}')
     assert hub.find_cached("org/small") is None
     (found / "1.safetensors").write_text("")
+    (found / "tokenizer.json").write_text("{}")
     assert hub.find_cached("org/small") == found
     (cache / "models--org--small" / "refs" / "main").write_text("../../elsewhere")
     assert hub.find_cached("org/small") is None
@@ -94,6 +122,29 @@ def test_a_download_and_one_that_fails(monkeypatch, tmp_path):
     assert checkpoint_path("org/one") == folder and asked[2:] == [("main", there)]
     with pytest.raises(ModelFileError, match="cannot be downloaded: 401 Client Error Repository"):
         checkpoint_path("org/gone")
+
+
+def test_files_of_embedding_models_and_translation_models_are_downloaded(monkeypatch, tmp_path):
+    """Of modules in folders of other names, too, which modules.json states."""
+    there = [
+        "model.safetensors", "modules.json", "sentence_bert_config.json", "source.spm",
+        "config_sentence_transformers.json", "1_Pooling/config.json", "2_Dense/config.json",
+        "2_Dense/model.safetensors", "head/config.json", "head/model.safetensors",
+    ]  # fmt: skip
+    left_out = ["onnx/model.safetensors", "pytorch_model.bin", "2_Dense/pytorch_model.bin"]
+    modules = [{"type": "a.Pooling", "path": "1_Pooling"}, {"type": "a.Dense", "path": "head"}]
+
+    def download(name, revision, allow_patterns):
+        for each in there + left_out:
+            if any(fnmatch.fnmatch(each, pattern) for pattern in allow_patterns):
+                (tmp_path / each).parent.mkdir(exist_ok=True)
+                (tmp_path / each).write_text(json.dumps(modules))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert checkpoint_path("org/new") == tmp_path
+    got = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(str(path.relative_to(tmp_path)) for path in got) == sorted(there)
 
 
 def test_without_a_network(tmp_path):
