@@ -251,7 +251,7 @@ def test_a_file_that_is_no_answer_is_never_overwritten(folder):
         with pytest.raises(OutputError, match="-o notes:1: is not an answer of this command"):
             AnswerFile(Path("notes"), PromptFile(prompts, DEFAULTS))
         assert Path("notes").read_text() == text
-    with pytest.raises(OutputError, match=r"-o p.jsonl: is the file of the prompts"):
+    with pytest.raises(RequestError, match=r"-o p.jsonl: is the file of the prompts"):
         run(None, prompts, "p.jsonl")
     with pytest.raises(OutputError, match=r"-o none/a.jsonl: No such file or directory"):
         run(None, prompts, "none/a.jsonl")
