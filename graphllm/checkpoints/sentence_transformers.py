@@ -27,6 +27,7 @@ _POOLING_KEYS = {  # of 1_Pooling/config.json, before version 5.3
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+_PATH_BYTES = 255  # of the name of a folder, on most file systems
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")  # in this order
 
 
@@ -104,6 +105,8 @@ def _modules(path: Path) -> list[tuple[str, str]]:
             raise ConfigError(f"{path}: module {quote(name)} is not supported, only {known}")
         if not isinstance(folder, str) or ".." in Path(folder).parts or Path(folder).is_absolute():
             raise ModelFileError(f"{path}: path = {quote(folder)} is not inside the directory")
+        if len(folder.encode()) > _PATH_BYTES:
+            raise ModelFileError(f"{path}: path = {quote(folder)} is too long")
         found.append((name, folder))
     names = [name for name, _ in found]
     if "Transformer" not in names:

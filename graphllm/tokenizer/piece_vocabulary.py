@@ -88,7 +88,7 @@ class M2M100Tokenizer(PieceVocabulary):
 
     def __init__(self, directory: TokenizerDirectory) -> None:
         kind = directory.settings.get("language_codes", "m2m100")
-        if kind not in _LANGUAGES:
+        if not isinstance(kind, str) or kind not in _LANGUAGES:
             raise ModelFileError(
                 f"{directory.folder / 'tokenizer_config.json'}: language_codes = {quote(kind)} is "
                 f"not supported, only {', '.join(_LANGUAGES)}"

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import ModelFileError
 from .pieces import Pieces, words
+from .tokenizer_config import LARGEST_ID
 from .untrusted_files import read_bytes
 from .vocabulary import NORMAL
 
@@ -72,6 +73,8 @@ def read_model(path: Path) -> ModelProto:
     try:
         for number, value in _fields(data):
             if number == _PIECES:
+                if len(pieces) == LARGEST_ID:
+                    raise ModelFileError(f"{path}: more than {LARGEST_ID} pieces")
                 piece = dict(_fields(_bytes(value)))
                 pieces.append(_bytes(piece[1]))
                 scores.append(struct.unpack("<f", _bytes(piece.get(2, bytes(4))))[0])

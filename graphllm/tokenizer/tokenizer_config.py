@@ -19,6 +19,7 @@ NAMED = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
 LARGEST_ID = 1 << 22  # 16 times the largest known vocabulary
+_ID_DIGITS = 10  # of an id in a file; Python refuses to convert thousands
 
 # transformers' tokenizer class of each model type; GENERIC reads tokenizer.json as it is. A
 # directory's own `tokenizer_class` takes precedence, except for the model types in _MISNAMED.
@@ -87,16 +88,20 @@ class TokenizerDirectory:
             file = "added_tokens.json"
             special = {token.content for token in self.named({}).values()}
             special.update(token.content for token in self.extras())
+            by_text = read_json(self.folder / file)
+            for token in by_text.values():
+                if not isinstance(token, (int, str)):
+                    raise self._wrong(file, f"{quote(token)} is not the id of a token")
             listed = {
-                token: AddedToken(text, special=text in special)
-                for text, token in read_json(self.folder / file).items()
+                token: AddedToken(text, special=text in special) for text, token in by_text.items()
             }
         if not isinstance(listed, dict):
             raise self._wrong(file, "key 'added_tokens_decoder' is not an object")
         found = {}
         for key, value in listed.items():
-            token = int(key) if isinstance(key, str) and key.isdecimal() else key
-            if not isinstance(token, int) or not 0 <= token < LARGEST_ID:
+            is_number = isinstance(key, str) and key.isdecimal() and len(key) <= _ID_DIGITS
+            token = int(key) if is_number else key
+            if type(token) is not int or not 0 <= token < LARGEST_ID:
                 raise self._wrong(file, f"{quote(key)} is not the id of a token")
             is_read = isinstance(value, AddedToken)
             found[token] = value if is_read else self._token(value, file, f"added token {key}")

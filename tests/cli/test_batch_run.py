@@ -134,6 +134,7 @@ BAD_LINES = [
     ({"prompt": "a", "temp": -1}, "temperature = -1 must be at least 0"),
     ({"prompt": "a", "temp": 1, "temperature": 1}, "temp and temperature are the same argument"),
     ({"prompt": "a", "logit_bias": {"x": 1}}, "must be a mapping of token ids to numbers"),
+    ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "must be a mapping of token ids to numbers"),
     ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is given twice"),
     ('"\\ud800"', "a string has half of a surrogate pair"),
     ("[" * 100_000, "the JSON is nested too deeply"),

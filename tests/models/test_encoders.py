@@ -257,6 +257,7 @@ def test_directories_are_read_strictly(tmp_path):
         ("[]", ConfigError, "no Transformer module"),
         ('[{"type": "a.Pooling"}, {"type": "a.Transformer"}]', ConfigError, "in this order"),
         ('[{"type": "a.Pooling", "path": "../x"}]', ModelFileError, "not inside"),
+        (f'[{{"type": "a.Pooling", "path": "{"x" * 5000}"}}]', ModelFileError, "is too long"),
         ('{"a": 1}', ModelFileError, "not a list of modules"),
     ):
         path.write_text(text)

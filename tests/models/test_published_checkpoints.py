@@ -369,8 +369,14 @@ IN_WEIGHTS = r"config_groups\['group_0'\].weights: "
         (compressed_config(), "config_groups = {} is not supported"),
         (compressed_config(weights_config(), format="nvfp4-pack"), "format = 'nvfp4-pack"),
         (compressed_config(weights_config(), ignore=["re:(a+)+"]), "ignore = .*repeats a group"),
-        (compressed_config(weights_config(), ignore=["re:.*.*.*.*"]), "ignore = .*more than 3 long"),
-        (compressed_config(weights_config(), ignore=[r"re:a\\*b+c{9,}.{,99}"]), "ignore = .*more than 3 long"),
+        (
+            compressed_config(weights_config(), ignore=["re:.*.*.*.*"]),
+            "ignore = .*more than 3 long",
+        ),
+        (
+            compressed_config(weights_config(), ignore=[r"re:a\\*b+c{9,}.{,99}"]),
+            "ignore = .*more than 3 long",
+        ),
         (
             compressed_config(weights_config(), ignore=[f"re:{i}" for i in range(101)]),
             "ignore = .*101 expressions, more than 100",
