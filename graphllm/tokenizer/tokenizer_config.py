@@ -35,11 +35,17 @@ _CLASS_OF = {
     "marian": "MarianTokenizer",
     "m2m_100": "M2M100Tokenizer",
     "mbart": "MBartTokenizer",
+    **dict.fromkeys(("bert", "distilbert", "electra", "nomic_bert"), "BertTokenizer"),
+    "mpnet": "MPNetTokenizer",
+    **dict.fromkeys(("roberta", "bart"), "RobertaTokenizer"),
+    "xlm-roberta": "XLMRobertaTokenizer",
+    "camembert": "CamembertTokenizer",
     **dict.fromkeys(
-        ("mistral", "mixtral", "phi3", "glm", "glm4", "olmo2", "granite", "stablelm"), GENERIC
+        ("mistral", "mixtral", "phi3", "glm", "glm4", "olmo2", "granite", "stablelm", "modernbert"),
+        GENERIC,
     ),
 }
-_MISNAMED = ("qwen2", "phi3")
+_MISNAMED = ("qwen2", "phi3", "modernbert")
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,8 @@ def from_json(directory: TokenizerDirectory) -> HfTokenizer:
     kind = TOKENIZER_CLASSES.get(directory.class_name('"ByteLevel"' in content), TokenizerClass())
     with wrap_errors(path), hold_stderr():
         engine = Tokenizer.from_str(content)
+        if kind.model not in (None, type(engine.model).__name__):
+            kind = TokenizerClass()
         engine.no_truncation()
         engine.no_padding()
         if getattr(engine.model, "dropout", None) is not None:
