@@ -17,6 +17,7 @@ from ..weights.strict_json import json_value
 from .checkpoint import Checkpoint
 from .dense_module import Dense, read_dense
 from .gguf import stated_pooling
+from .hf_directory import read_json
 from .json_values import JsonValues
 
 _POOLING_KEYS = {  # of 1_Pooling/config.json, before version 5.3
@@ -90,6 +91,23 @@ def read_settings(file: Checkpoint) -> EmbeddingSettings:
             f"{texts.path}: default_prompt_name = {quote(own['default_prompt'])} is not in prompts"
         )
     return EmbeddingSettings(**own)
+
+
+def tokenizer_limit(folder: Path) -> int | None:
+    """Return the maximum number of tokens that tokenizer_config.json states, None if it has none.
+
+    sentence-transformers truncates at it if there is no ``max_seq_length``. ConfigError: it is no
+    positive number. Files without a limit state 1e30.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return None
+    most = read_json(path).get("model_max_length")
+    if most is None:
+        return None
+    if type(most) not in (int, float) or not most >= 1:
+        raise ConfigError(f"{path}: model_max_length = {quote(most)} must be a positive number")
+    return int(min(most, 1 << 62))
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:
