@@ -14,8 +14,8 @@ from typing import Any
 from ..errors import ModelFileError, quote
 from .decoding import BaseTokenizer, replace_surrogates
 from .sentencepiece_proto import load_processor, read_model
-from .tokenizer_config import LARGEST_ID, TokenizerDirectory
-from .untrusted_files import read_bytes, read_json
+from .tokenizer_config import TokenizerDirectory
+from .untrusted_files import LARGEST_ID, read_bytes, read_json
 from .vocabulary import SPACE
 
 _M2M_LANGUAGES = (

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelFileError, quote
-from .untrusted_files import read_json
+from .untrusted_files import LARGEST_ID, read_json
 
 NAMED = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
-LARGEST_ID = 1 << 22  # 16 times the largest known vocabulary
 _ID_DIGITS = 10  # of an id in a file; Python refuses to convert thousands
 
 # transformers' tokenizer class of each model type; GENERIC reads tokenizer.json as it is. A

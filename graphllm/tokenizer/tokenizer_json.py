@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ModelFileError, RequestError, quote
 from .decoding import BaseTokenizer, is_special_name, overlaps_span, replace_surrogates
 from .hf_classes import TOKENIZER_CLASSES, TokenizerClass
-from .tokenizer_config import LARGEST_ID, AddedToken, TokenizerDirectory
+from .tokenizer_config import AddedToken, TokenizerDirectory
 from .tokenizer_json_decoder import read_decoder
-from .untrusted_files import hold_stderr, read_json, read_text, wrap_errors
+from .untrusted_files import LARGEST_ID, hold_stderr, read_json, read_text, wrap_errors
 from .vocabulary import known_eog_ids
 
 if TYPE_CHECKING:

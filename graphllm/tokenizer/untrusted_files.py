@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import GraphllmError, ModelFileError
 
+LARGEST_ID = 1 << 22  # 16 times the largest known vocabulary
 MAX_BYTES = 200_000_000  # ten times the largest known tokenizer
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # a pair, or a lone one
 _PIPE_BYTES = 1 << 16  # of standard error that are kept
