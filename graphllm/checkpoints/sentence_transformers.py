@@ -17,6 +17,7 @@ from ..weights.strict_json import json_value
 from .checkpoint import Checkpoint
 from .dense_module import Dense, read_dense
 from .gguf import stated_pooling
+from .hf_directory import read_json
 from .json_values import JsonValues
 
 _POOLING_KEYS = {  # of 1_Pooling/config.json, before version 5.3
@@ -27,6 +28,7 @@ _POOLING_KEYS = {  # of 1_Pooling/config.json, before version 5.3
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+_PATH_BYTES = 255  # of the name of a folder, on most file systems
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")  # in this order
 
 
@@ -91,6 +93,23 @@ def read_settings(file: Checkpoint) -> EmbeddingSettings:
     return EmbeddingSettings(**own)
 
 
+def tokenizer_limit(folder: Path) -> int | None:
+    """Return the maximum number of tokens that tokenizer_config.json states, None if it has none.
+
+    sentence-transformers truncates at it if there is no ``max_seq_length``. ConfigError: it is no
+    positive number. Files without a limit state 1e30.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return None
+    most = read_json(path).get("model_max_length")
+    if most is None:
+        return None
+    if type(most) not in (int, float) or not most >= 1:
+        raise ConfigError(f"{path}: model_max_length = {quote(most)} must be a positive number")
+    return int(min(most, 1 << 62))
+
+
 def _modules(path: Path) -> list[tuple[str, str]]:
     """Return the class name and the folder of each module of modules.json."""
     listed = json_value(path.read_bytes(), str(path))
@@ -104,6 +123,8 @@ def _modules(path: Path) -> list[tuple[str, str]]:
             raise ConfigError(f"{path}: module {quote(name)} is not supported, only {known}")
         if not isinstance(folder, str) or ".." in Path(folder).parts or Path(folder).is_absolute():
             raise ModelFileError(f"{path}: path = {quote(folder)} is not inside the directory")
+        if len(folder.encode()) > _PATH_BYTES:
+            raise ModelFileError(f"{path}: path = {quote(folder)} is too long")
         found.append((name, folder))
     names = [name for name, _ in found]
     if "Transformer" not in names:

@@ -41,16 +41,18 @@ class AnswerFile:
             prompts: the prompt file.
 
         Raises:
+            RequestError: it is the prompt file.
             OutputError: the file cannot be written, or has answers to other requests.
         """
+        from ..checkpoints.model_files import check_not_input
+
         check_writable(path)
         self.path, self._prompts = path, prompts.path
         self.count = self._size = 0
         self._file: BinaryIO | None = None
         if not path.is_file():  # a new file, or a device
             return
-        if path.samefile(prompts.path):
-            raise OutputError(f"-o {path}: is the file of the prompts")
+        check_not_input(path, files=[("the file of the prompts", prompts.path)], flag="-o")
         lines = iter(prompts)
         try:
             with path.open("rb") as file:

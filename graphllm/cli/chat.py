@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HELP = '''\
 /reset       forget the conversation
-/save FILE   write the messages to a file, as JSON
+/save FILE   write the messages to a new file, or to one saved by this chat, as JSON
 /help        show this help
 /exit        end the chat, like Ctrl-D
 A line that ends in \\ continues on the next line; a line of """ begins and ends a block of lines.
@@ -80,6 +80,7 @@ class ChatLoop:
 
     def __init__(self, conversation: Conversation, terminal: bool) -> None:
         self._conversation, self._terminal = conversation, terminal
+        self._saved: set[Path] = set()  # files that /save wrote
         self._commands: dict[str, Callable[[str], bool]] = {
             "/reset": self._reset,
             "/save": self._save,
@@ -186,11 +187,23 @@ class ChatLoop:
     def _save(self, name: str) -> bool:
         if not name:
             raise RequestError("/save needs a file name")
+        from ..atomic_file import AtomicFile
+
         text = json.dumps(self._conversation.messages, ensure_ascii=False, indent=1)
         try:
-            Path(name).expanduser().write_text(text + "\n", "utf-8")
+            path = Path(name).expanduser()
+            saved = path.resolve() in self._saved
+            if path.is_file() and not saved:  # it could be the model's, which is mapped
+                raise RequestError(
+                    f"{name}: exists already, and was not saved by this chat; give another name"
+                )
+            with AtomicFile(path, replace=saved) as file:
+                file.write(f"{text}\n".encode("utf-8", "backslashreplace"))
+            self._saved.add(path.resolve())
         except OSError as error:
             raise RequestError(f"{name}: {error.strerror}") from None
+        except (RuntimeError, ValueError) as error:  # no such home directory; a zero byte
+            raise RequestError(f"{name!r}: {error}") from None
         return True
 
 

@@ -12,7 +12,7 @@ from ..errors import RequestError
 from .declarations import Option, verb
 from .encoder_options import EncoderOptions, NoTruncate, TextFile, text_lines
 from .options import Model
-from .output import OutputError, check_writable, show, show_json, write_file
+from .output import check_writable, output_file, show, show_json, write_file
 
 Output = Annotated[
     Path | None,
@@ -56,9 +56,17 @@ def embed(
     graphllm embed minilm -f lines.txt -o vectors.npy
     """
     if output is not None:
+        from ..checkpoints.model_files import check_not_input
+
         if output.suffix not in (".npy", ".jsonl"):
             raise RequestError(f"-o {output}: the name must end in .npy or .jsonl")
         check_writable(output)
+        check_not_input(
+            output,
+            models=[model],
+            files=[("the file of the texts", file), ("the model file", options.model_def)],
+            flag="-o",
+        )
     texts = text_lines(file)
     from ..embedding import EmbeddingModel
 
@@ -89,8 +97,5 @@ def _write(path: Path, vectors: np.ndarray) -> None:
     if path.suffix == ".jsonl":
         write_file(path, "".join(f"{json.dumps(_numbers(vector))}\n" for vector in vectors))
         return
-    try:
-        with path.open("wb") as file:
-            np.save(file, vectors)
-    except OSError as error:
-        raise OutputError(f"-o {path}: {error.strerror}") from None
+    with output_file(path) as file:
+        np.save(file, vectors)

@@ -14,12 +14,16 @@ import json
 import os
 import re
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import GraphllmError
 from ..terminal import escape_control, escape_control_lines
+
+if TYPE_CHECKING:
+    from ..atomic_file import AtomicFile
 
 # Escape sequences of graphllm's own tables; the names in them are escaped before styling.
 _STYLE = re.compile("(\033\\[(?:0|1|2|31|32)m)")
@@ -124,25 +128,49 @@ def write_text(text: str) -> None:
 
 
 def check_writable(path: Path, flag: str = "-o") -> None:
-    """Raise OutputError if the file of ``flag`` cannot be written, before the work is done."""
-    parent = path.parent
+    """Raise OutputError if the file of ``flag`` cannot be written, before the work is done.
+
+    A regular file is replaced, for which its directory must be writable, too.
+    """
+    parent = path.resolve().parent
     if path.is_dir():
         code = errno.EISDIR
     elif not parent.is_dir():
         code = errno.ENOTDIR if parent.exists() else errno.ENOENT
-    elif not os.access(path if path.exists() else parent, os.W_OK):
-        code = errno.EACCES
     else:
-        return
+        touched = [each for each in (path, parent) if each.exists()]
+        if not _is_replaced(path):
+            touched.remove(parent)
+        if all(os.access(each, os.W_OK) for each in touched):
+            return
+        code = errno.EACCES
     raise OutputError(f"{flag} {path}: {os.strerror(code)}")
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write the file of ``-o``. OutputError: it cannot be written."""
+def _is_replaced(path: Path) -> bool:
+    """Whether an output replaces what has its name; devices and pipes are written to instead."""
+    return path.is_file() or not path.exists()
+
+
+@contextmanager
+def output_file(path: Path) -> Iterator[AtomicFile | BinaryIO]:
+    """Open the file of ``-o``, which replaces an existing one at the end of the block.
+
+    OutputError: it cannot be written; the existing file stays as it was.
+    """
+    from ..atomic_file import AtomicFile
+
     try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise OutputError(f"-o {path}: {error.strerror}") from None
+        with AtomicFile(path, True) if _is_replaced(path) else path.open("wb") as file:
+            yield file
+    except OSError as error:  # NumPy's have a message alone
+        raise OutputError(f"-o {path}: {error.strerror or error}") from None
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write the file of ``-o`` as `output_file` does, in UTF-8."""
+    with output_file(path) as file:
+        file.write(text.encode("utf-8"))
 
 
 def note_traceback() -> None:

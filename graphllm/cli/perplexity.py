@@ -68,8 +68,11 @@ class TextOptions:
         False
     )
 
-    def check(self) -> None:
-        """Raise RequestError or OutputError if options do not fit together, or a file exists."""
+    def check(self, model: str) -> None:
+        """Raise RequestError or OutputError if options do not fit together, or a file exists.
+
+        ``model``: the model, whose files --kl-base must not replace.
+        """
         if self.force and (self.base is None or self.compare):
             raise RequestError("--force needs a --kl-base FILE to write")
         if self.tasks is not None and self.tasks < 1:
@@ -88,11 +91,16 @@ class TextOptions:
         if not self.compare and self.file is None:
             raise RequestError("-f FILE is missing: the text to compute the perplexity of")
         if self.base is not None and not self.compare:
+            from ..checkpoints.model_files import check_not_input
+
             if self.base.exists() and not self.force:
                 raise RequestError(
                     f"--kl-base {self.base}: the file exists; --kl-divergence compares with it, "
                     "--force overwrites it"
                 )
+            check_not_input(
+                self.base, models=[model], files=[("the text", self.file)], flag="--kl-base"
+            )
             check_writable(self.base, "--kl-base")
 
     def read(self) -> str | None:
@@ -130,7 +138,7 @@ def perplexity(
 
     graphllm perplexity demo --hellaswag hellaswag_val_full.txt
     """
-    text.check()
+    text.check(model)
     words = text.read()
 
     def load(context: int) -> LLM:

@@ -98,7 +98,7 @@ def profile(
         raise RequestError(f"--top {top} must be at least 0")
     if prompt_tokens < 0:
         raise RequestError(f"--prompt-tokens {prompt_tokens} must be at least 0")
-    writers = [(path, _writer(path)) for path in output or ()]
+    writers = [(path, _writer(path, source, load_options)) for path in output or ()]
     if batch < 1:
         raise RequestError(f"-b {batch} must be at least 1")
     if prompt is not None and prompt_tokens:
@@ -143,8 +143,9 @@ def _prompts(prompt: str, tokens: int, batch: int, vocab: int) -> list[Any]:
     return list(filler_prompts(batch, tokens, vocab)) if tokens else [prompt]
 
 
-def _writer(path: Path) -> Callable[[Profile], str]:
-    """Return the function that renders the file. RequestError: unknown file type."""
+def _writer(path: Path, source: ModelSource, options: LoadOptions) -> Callable[[Profile], str]:
+    """Return the function that renders the file. RequestError: unknown file type, or an input."""
+    from ..checkpoints.model_files import check_not_input
     from ..profiler.html import render_page
     from ..profiler.trace import trace
 
@@ -156,5 +157,7 @@ def _writer(path: Path) -> Callable[[Profile], str]:
     for end, write in kinds.items():
         if path.name.endswith(end):
             check_writable(path)
+            files = [("the model file", options.model_def)]
+            check_not_input(path, models=[source.model], files=files, flag="-o")
             return lambda profile: write(profile.as_dict())
     raise RequestError(f"-o {path}: the name must end in {', '.join(kinds)}")

@@ -137,7 +137,10 @@ class PromptFile:
         if "sampling" in own:
             raise RequestError("the line has no argument 'sampling': give the settings themselves")
         if isinstance(biases := own.get("logit_bias"), dict):  # keys of JSON are strings
-            own["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in biases.items()}
+            own["logit_bias"] = {
+                int(key) if key.isdecimal() and len(key) < 10 else key: value
+                for key, value in biases.items()
+            }
         return Sampling.from_arguments("the line", {"sampling": self.sampling, **own})
 
 

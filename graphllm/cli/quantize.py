@@ -85,16 +85,17 @@ class Calibration:
                     raise RequestError(f"{flag} needs --calibrate FILE")
 
     def check(self, model: str, model_output: Path, force: bool) -> None:
-        """Raise RequestError if options do not fit together, or an output exists."""
+        """Raise RequestError if options do not fit together, or an output exists or is an input."""
         from ..atomic_file import check_output
+        from ..checkpoints.model_files import check_not_input
 
         self.check_flags()
-        inputs = (("the model", Path(model)), ("the text", self.calibrate))
-        for what, path in (*inputs, ("the model to write", model_output)):
-            if self.write_imatrix and path and self.write_imatrix.resolve() == path.resolve():
-                raise RequestError(f"--write-imatrix {self.write_imatrix}: is {what}")
-        for path in (model_output, self.write_imatrix):
+        if self.write_imatrix and self.write_imatrix.resolve() == model_output.resolve():
+            raise RequestError(f"--write-imatrix {self.write_imatrix}: is the model to write")
+        inputs = (("the text", self.calibrate), ("the importance matrix", self.imatrix))
+        for path, flag in ((model_output, ""), (self.write_imatrix, "--write-imatrix")):
             if path is not None:
+                check_not_input(path, models=[model], files=inputs, flag=flag)
                 check_output(path, force)
 
     def check_directory(self, kind: str, allow_requantize: bool) -> None:

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 from .. import models
+from ..atomic_file import AtomicFile
 from ..errors import RequestError
 
 # Comment above each definition of the file.
@@ -77,7 +78,8 @@ def write_model_file(
     if exists and not force:
         raise RequestError(f"{path}: already exists; --force overwrites it")
     try:
-        path.write_text(model_file_text(name, like), "utf-8")
+        with AtomicFile(path, replace=force) as file:
+            file.write(model_file_text(name, like).encode("utf-8"))
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}") from None
     return path, exists

@@ -80,9 +80,14 @@ def validate(
 
     graphllm validate qwen2 --tiny
     """
+    from ..checkpoints.model_files import check_not_input
     from ..validation import validate as validated
 
     writers = [(path, _writer(path)) for path in output or ()]
+    for path in output or ():
+        files = [("the model file", subject.model_def), ("the oracle", subject.oracle)]
+        models = [None if subject.tiny else subject.model]
+        check_not_input(path, models=models, files=files, flag="-o")
     with progress_line("validating") as progress:
         found = validated(**vars(subject), progress=progress)
     if as_json:

@@ -22,7 +22,7 @@ from ..arguments import (
 )
 from ..arguments import texts as names
 from ..checkpoints.checkpoint import Checkpoint, states_pooling
-from ..checkpoints.sentence_transformers import EmbeddingSettings
+from ..checkpoints.sentence_transformers import EmbeddingSettings, tokenizer_limit
 from ..engine.trace import Patch, Tracer
 from ..errors import RequestError
 from ..loading.loaded_encoder import LoadedEncoder, task_of
@@ -105,7 +105,8 @@ class EncoderModel(LoadedEncoder):
         self._labels = self._read_labels() if self.task in (SEQUENCE, TOKEN) else ()
 
     def _maximum_length(self) -> int:
-        return self.settings.max_length or self.encoder.cfg.context
+        limits = self.settings.max_length, tokenizer_limit(self.file.path)
+        return next(filter(None, limits), self.encoder.cfg.context)
 
     def _read_settings(self, file: Checkpoint) -> EmbeddingSettings:
         """Return the settings of the model that matter to this class."""

@@ -124,7 +124,7 @@ class Keys:
                 raise ConfigError(f"{self.source}: missing key {quote(self.stored_name(name))}")
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            value = float(value) if abs(value) < 1 << 1023 else value  # a float has no more
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             text = f"{self.stored_name(name)} = {quote(value)} is not {kind.__name__}"
             raise ConfigError(f"{self.source}: {text}")

@@ -16,6 +16,7 @@ from ..atomic_file import check_output
 from ..checkpoints.checkpoint import checkpoint_path
 from ..checkpoints.gguf import GgufCheckpoint
 from ..checkpoints.gguf_writer import GgufWriter, TensorEntry, encode_value
+from ..checkpoints.model_files import check_not_input
 from ..checkpoints.quantize_on_load import EXPONENT, check_finite, has_nonfinite
 from ..errors import ModelFileError, RequestError, quote
 from ..formats.quantization import Blocks, check_scales
@@ -84,12 +85,14 @@ def quantize(
         progress: Called with a description, the bytes read, their total, and the rate in words.
 
     Raises:
-        RequestError: An argument is wrong, or the output exists.
+        RequestError: An argument is wrong, or the output exists or is one of the inputs.
         ModelFileError: A file is malformed or not supported, or a value is infinite or NaN.
         OSError: The output cannot be written.
     """
     start, path, wanted = time.perf_counter(), Path(output), file_type(kind)
     check_output(path, force)
+    statistics = imatrix if isinstance(imatrix, (str, Path)) else None
+    check_not_input(path, models=[model], files=[("the importance matrix", statistics)])
     source = open_source(model)
     try:
         importance = _importance(imatrix)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ..errors import ModelFileError, quote
 from .sentencepiece_model import SentencePieceModelTokenizer
-from .tokenizer_config import LARGEST_ID, TokenizerDirectory
+from .tokenizer_config import TokenizerDirectory
+from .untrusted_files import LARGEST_ID
 from .vocabulary import SpecialTokens
 
 _IMAGES = (

@@ -36,12 +36,15 @@ class TokenizerClass:
         extras: Additional special tokens of every directory.
         template: Names of the special tokens around a text, which is "A", in place of
             tokenizer.json's template; None keeps that.
+        model: Kind of the model in tokenizer.json; a file with another one is read as it is. None:
+            any kind, which ``build`` may refuse.
     """
 
     build: Callable[[Tokenizer, TokenizerDirectory, str], None] | None = None
     tokens: Mapping[str, str] = field(default_factory=dict)
     extras: tuple[str, ...] = ()
     template: tuple[str, ...] | None = None
+    model: str | None = None
 
     def extra_tokens(self) -> list[AddedToken]:
         return [AddedToken(text, special=True) for text in self.extras]
@@ -126,19 +129,65 @@ def _gemma(engine: Tokenizer, directory: TokenizerDirectory, content: str) -> No
 def _xglm(engine: Tokenizer, directory: TokenizerDirectory, content: str) -> None:
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-    # The package reads some scores with an error in the last digit, which matters where two
-    # segmentations are equally likely. transformers reads them with Python as well.
-    rows = json.loads(content)["model"]["vocab"]
-    engine.model = models.Unigram([(text, score) for text, score in rows], 3, False)
+    engine.model = models.Unigram(_scored_pieces(content), 3, False)
     scheme = "always" if directory.flag("add_prefix_space", True) else "never"
+    merged = normalizers.Replace(Regex(" {2,}"), " ")
+    engine.normalizer = normalizers.Sequence([_charsmap(engine), merged])
+    engine.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme)
+    engine.decoder = decoders.Metaspace(SPACE, scheme)
+
+
+def _scored_pieces(content: str) -> list[tuple[str, float]]:
+    """Return the pieces of a unigram model.
+
+    The package reads some scores with an error in the last digit, which matters where two
+    segmentations are equally likely. transformers reads them with Python as well.
+    """
+    return [(text, score) for text, score in json.loads(content)["model"]["vocab"]]
+
+
+def _charsmap(engine: Tokenizer) -> Any:
+    """Return a normalizer of the file's character map, which is empty if it has none."""
+    from tokenizers import normalizers
+
     parts = [] if engine.normalizer is None else _parts(engine.normalizer)
-    charsmap = normalizers.Sequence([])  # the file's character map, if it has one
+    found = normalizers.Sequence([])
     first = next((part for part in parts if part.get("type") == "Precompiled"), None)
     if first is not None:
         state = {"type": "Sequence", "normalizers": [first]}
-        charsmap.__setstate__(json.dumps(state).encode())
-    engine.normalizer = normalizers.Sequence([charsmap, normalizers.Replace(Regex(" {2,}"), " ")])
-    engine.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme)
+        found.__setstate__(json.dumps(state).encode())
+    return found
+
+
+def _bert(engine: Tokenizer, directory: TokenizerDirectory, content: str) -> None:
+    from tokenizers import decoders, normalizers, pre_tokenizers
+
+    model: Any = engine.model
+    model.max_input_chars_per_word, model.continuing_subword_prefix = 100, "##"
+    accents = directory.settings.get("strip_accents")  # null: as lowercase
+    engine.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=directory.flag("tokenize_chinese_chars", True),
+        strip_accents=None if accents is None else directory.flag("strip_accents", False),
+        lowercase=directory.flag("do_lower_case", True),
+    )
+    engine.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    engine.decoder = decoders.WordPiece(prefix="##")
+
+
+def _xlm_roberta(engine: Tokenizer, directory: TokenizerDirectory, content: str) -> None:
+    from tokenizers import decoders, models, pre_tokenizers
+
+    rows = _scored_pieces(content)
+    unknown = 3
+    if directory.class_name(byte_level=False) == "CamembertTokenizer":
+        unknown = next((i for i, (text, _) in enumerate(rows) if text == "<unk>"), 0)
+    scheme = "always" if directory.flag("add_prefix_space", True) else "never"
+    engine.model = models.Unigram(rows, unknown, False)
+    engine.normalizer = _charsmap(engine)
+    engine.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(SPACE, scheme)]
+    )
     engine.decoder = decoders.Metaspace(SPACE, scheme)
 
 
@@ -150,7 +199,27 @@ def _parts(normalizer: Any) -> list[dict[str, Any]]:
 
 _BEGIN, _END = {"bos_token": "<s>", "eos_token": "</s>"}, "<|endoftext|>"
 _GPT2 = {"bos_token": _END, "eos_token": _END, "unk_token": _END}
+_BERT_TOKENS = {
+    f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")
+}
+_ROBERTA_TOKENS = _BEGIN | {
+    "sep_token": "</s>", "cls_token": "<s>", "unk_token": "<unk>", "pad_token": "<pad>",
+    "mask_token": "<mask>",
+}  # fmt: skip
+_BERT_NAMES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
+_CLS_SEP, _BOS_EOS = ("cls_token", "A", "sep_token"), ("bos_token", "A", "eos_token")
+_BERT_CLASS = TokenizerClass(_bert, _BERT_TOKENS, template=_CLS_SEP, model="WordPiece")
+_ROBERTA_CLASS = TokenizerClass(_gpt2, _ROBERTA_TOKENS, template=_CLS_SEP, model="BPE")
+_XLM_ROBERTA_CLASS = TokenizerClass(
+    _xlm_roberta, _ROBERTA_TOKENS, template=_BOS_EOS, model="Unigram"
+)
 TOKENIZER_CLASSES = {
+    **dict.fromkeys(_BERT_NAMES, _BERT_CLASS),
+    "MPNetTokenizer": TokenizerClass(
+        _bert, _ROBERTA_TOKENS | {"unk_token": "[UNK]"}, template=_CLS_SEP, model="WordPiece"
+    ),
+    **dict.fromkeys(("RobertaTokenizer", "BartTokenizer", "LongformerTokenizer"), _ROBERTA_CLASS),
+    **dict.fromkeys(("XLMRobertaTokenizer", "CamembertTokenizer"), _XLM_ROBERTA_CLASS),
     "GPT2Tokenizer": TokenizerClass(_gpt2, _GPT2),
     "GPTNeoXTokenizer": TokenizerClass(
         _gpt_neox, _GPT2 | {"pad_token": "<|padding|>"}, template=("A",)

@@ -14,8 +14,8 @@ from typing import Any
 from ..errors import ModelFileError, quote
 from .decoding import BaseTokenizer, replace_surrogates
 from .sentencepiece_proto import load_processor, read_model
-from .tokenizer_config import LARGEST_ID, TokenizerDirectory
-from .untrusted_files import read_bytes, read_json
+from .tokenizer_config import TokenizerDirectory
+from .untrusted_files import LARGEST_ID, read_bytes, read_json
 from .vocabulary import SPACE
 
 _M2M_LANGUAGES = (
@@ -88,7 +88,7 @@ class M2M100Tokenizer(PieceVocabulary):
 
     def __init__(self, directory: TokenizerDirectory) -> None:
         kind = directory.settings.get("language_codes", "m2m100")
-        if kind not in _LANGUAGES:
+        if not isinstance(kind, str) or kind not in _LANGUAGES:
             raise ModelFileError(
                 f"{directory.folder / 'tokenizer_config.json'}: language_codes = {quote(kind)} is "
                 f"not supported, only {', '.join(_LANGUAGES)}"

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import ModelFileError
 from .pieces import Pieces, words
-from .untrusted_files import read_bytes
+from .untrusted_files import LARGEST_ID, read_bytes
 from .vocabulary import NORMAL
 
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3  # fields of ModelProto
@@ -67,11 +67,14 @@ class ModelProto:
 def read_model(path: Path) -> ModelProto:
     """Read a .model file. ModelFileError if it is another kind of file or truncated."""
     data = read_bytes(path)
-    pieces, scores, kinds = [], [], []
+    pieces: list[bytes] = []
+    scores, kinds = [], []
     specs = {_TRAINER: b"", _NORMALIZER: b""}
     try:
         for number, value in _fields(data):
             if number == _PIECES:
+                if len(pieces) == LARGEST_ID:
+                    raise ModelFileError(f"{path}: more than {LARGEST_ID} pieces")
                 piece = dict(_fields(_bytes(value)))
                 pieces.append(_bytes(piece[1]))
                 scores.append(struct.unpack("<f", _bytes(piece.get(2, bytes(4))))[0])

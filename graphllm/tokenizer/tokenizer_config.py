@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelFileError, quote
-from .untrusted_files import read_json
+from .untrusted_files import LARGEST_ID, read_json
 
 NAMED = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
-LARGEST_ID = 1 << 22  # 16 times the largest known vocabulary
+_ID_DIGITS = 10  # of an id in a file; Python refuses to convert thousands
 
 # transformers' tokenizer class of each model type; GENERIC reads tokenizer.json as it is. A
 # directory's own `tokenizer_class` takes precedence, except for the model types in _MISNAMED.
@@ -34,11 +34,17 @@ _CLASS_OF = {
     "marian": "MarianTokenizer",
     "m2m_100": "M2M100Tokenizer",
     "mbart": "MBartTokenizer",
+    **dict.fromkeys(("bert", "distilbert", "electra", "nomic_bert"), "BertTokenizer"),
+    "mpnet": "MPNetTokenizer",
+    **dict.fromkeys(("roberta", "bart"), "RobertaTokenizer"),
+    "xlm-roberta": "XLMRobertaTokenizer",
+    "camembert": "CamembertTokenizer",
     **dict.fromkeys(
-        ("mistral", "mixtral", "phi3", "glm", "glm4", "olmo2", "granite", "stablelm"), GENERIC
+        ("mistral", "mixtral", "phi3", "glm", "glm4", "olmo2", "granite", "stablelm", "modernbert"),
+        GENERIC,
     ),
 }
-_MISNAMED = ("qwen2", "phi3")
+_MISNAMED = ("qwen2", "phi3", "modernbert")
 
 
 @dataclass(frozen=True)
@@ -87,16 +93,20 @@ class TokenizerDirectory:
             file = "added_tokens.json"
             special = {token.content for token in self.named({}).values()}
             special.update(token.content for token in self.extras())
+            by_text = read_json(self.folder / file)
+            for token in by_text.values():
+                if not isinstance(token, (int, str)):
+                    raise self._wrong(file, f"{quote(token)} is not the id of a token")
             listed = {
-                token: AddedToken(text, special=text in special)
-                for text, token in read_json(self.folder / file).items()
+                token: AddedToken(text, special=text in special) for text, token in by_text.items()
             }
         if not isinstance(listed, dict):
             raise self._wrong(file, "key 'added_tokens_decoder' is not an object")
         found = {}
         for key, value in listed.items():
-            token = int(key) if isinstance(key, str) and key.isdecimal() else key
-            if not isinstance(token, int) or not 0 <= token < LARGEST_ID:
+            is_number = isinstance(key, str) and key.isdecimal() and len(key) <= _ID_DIGITS
+            token = int(key) if is_number else key
+            if type(token) is not int or not 0 <= token < LARGEST_ID:
                 raise self._wrong(file, f"{quote(key)} is not the id of a token")
             is_read = isinstance(value, AddedToken)
             found[token] = value if is_read else self._token(value, file, f"added token {key}")

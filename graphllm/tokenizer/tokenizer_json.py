@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ModelFileError, RequestError, quote
 from .decoding import BaseTokenizer, is_special_name, overlaps_span, replace_surrogates
 from .hf_classes import TOKENIZER_CLASSES, TokenizerClass
-from .tokenizer_config import LARGEST_ID, AddedToken, TokenizerDirectory
+from .tokenizer_config import AddedToken, TokenizerDirectory
 from .tokenizer_json_decoder import read_decoder
-from .untrusted_files import hold_stderr, read_json, read_text, wrap_errors
+from .untrusted_files import LARGEST_ID, hold_stderr, read_json, read_text, wrap_errors
 from .vocabulary import known_eog_ids
 
 if TYPE_CHECKING:
@@ -217,6 +217,8 @@ def from_json(directory: TokenizerDirectory) -> HfTokenizer:
     kind = TOKENIZER_CLASSES.get(directory.class_name('"ByteLevel"' in content), TokenizerClass())
     with wrap_errors(path), hold_stderr():
         engine = Tokenizer.from_str(content)
+        if kind.model not in (None, type(engine.model).__name__):
+            kind = TokenizerClass()
         engine.no_truncation()
         engine.no_padding()
         if getattr(engine.model, "dropout", None) is not None:

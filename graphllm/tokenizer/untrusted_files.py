@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import sys
 import threading
@@ -14,7 +15,9 @@ from typing import Any
 
 from ..errors import GraphllmError, ModelFileError
 
+LARGEST_ID = 1 << 22  # 16 times the largest known vocabulary
 MAX_BYTES = 200_000_000  # ten times the largest known tokenizer
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # a pair, or a lone one
 _PIPE_BYTES = 1 << 16  # of standard error that are kept
 _stderr_lock = threading.Lock()  # file descriptor 2 belongs to the process
 
@@ -99,11 +102,16 @@ def read_text(path: Path, limit: int = MAX_BYTES) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object; empty if the file does not exist."""
+    """Read a JSON file that holds an object; empty if the file does not exist.
+
+    ModelFileError: it is not valid JSON, or a string has a lone surrogate, which has no UTF-8.
+    """
     if not path.exists():
         return {}
     try:
-        content = json.loads(read_text(path))
+        content = json.loads(text := read_text(path))
+        if _SURROGATE.search(text):
+            json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(content, dict):

@@ -6,6 +6,7 @@ parses the bytes.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Mapping
@@ -52,6 +53,14 @@ class _Part(MappedFile):
     def integer(self, key: str, default: int) -> int:
         value = typed_value(self.metadata, key, int, self.error)
         return default if value is None else value
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Return the files of a split model that exist, by the name of one; ``path`` of another."""
+    named = _PART.fullmatch(path.name)
+    if named is None:
+        return [path]
+    return sorted(path.parent.glob(f"{glob.escape(named[1])}-?????-of-{named[3]}.gguf"))
 
 
 def _open_parts(path: Path, data: bool) -> list[_Part]:

@@ -134,6 +134,7 @@ BAD_LINES = [
     ({"prompt": "a", "temp": -1}, "temperature = -1 must be at least 0"),
     ({"prompt": "a", "temp": 1, "temperature": 1}, "temp and temperature are the same argument"),
     ({"prompt": "a", "logit_bias": {"x": 1}}, "must be a mapping of token ids to numbers"),
+    ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "must be a mapping of token ids to numbers"),
     ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is given twice"),
     ('"\\ud800"', "a string has half of a surrogate pair"),
     ("[" * 100_000, "the JSON is nested too deeply"),
@@ -251,7 +252,7 @@ def test_a_file_that_is_no_answer_is_never_overwritten(folder):
         with pytest.raises(OutputError, match="-o notes:1: is not an answer of this command"):
             AnswerFile(Path("notes"), PromptFile(prompts, DEFAULTS))
         assert Path("notes").read_text() == text
-    with pytest.raises(OutputError, match=r"-o p.jsonl: is the file of the prompts"):
+    with pytest.raises(RequestError, match=r"-o p.jsonl: is the file of the prompts"):
         run(None, prompts, "p.jsonl")
     with pytest.raises(OutputError, match=r"-o none/a.jsonl: No such file or directory"):
         run(None, prompts, "none/a.jsonl")

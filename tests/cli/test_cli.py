@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import gguf
 import pytest
@@ -141,14 +142,16 @@ def test_chat_reads_messages_and_commands_from_a_pipe(model, tmp_path):
     words = (*CHAT, "--chat-template", str(template), "--system", "Be brief.")
     typed = [
         "hello", '"""', "one", "", "two", '"""', "three\\", "four",
-        f"/save {saved}", "/reset", "hello", "/exit", "never read",
+        f"/save {tmp_path / 'first.json'}", f"/save {saved}", "five", f"/save {saved}",
+        "/reset", "hello", "/exit", "never read",
     ]  # fmt: skip
     done = call("chat", model, *words, input="\n".join(typed).encode())
     assert (done.returncode, done.stderr) == (0, "")
     said = json.loads(saved.read_text())
     assert said[0] == {"role": "system", "content": "Be brief."}
     asked = [m["content"] for m in said if m["role"] == "user"]
-    assert asked == ["hello", "one\n\ntwo", "three\nfour"]
+    assert asked == ["hello", "one\n\ntwo", "three\nfour", "five"]
+    assert json.loads((tmp_path / "first.json").read_text()) == said[:-2]
     answers = [m["content"] for m in said if m["role"] == "assistant"]
     assert done.stdout == "".join(f"{a}\n" for a in [*answers, answers[0]])
     once = call("run", model, "--chat", *words, "-p", "hello")
@@ -192,6 +195,8 @@ def test_a_template_in_the_file(tmp_path, monkeypatch):
         (["chat", "MODEL", *CHAT], b"/sing\n", "unknown command /sing; known: /reset, /save"),
         (["chat", "MODEL", *CHAT], b"/save\n", "/save needs a file name"),
         (["chat", "MODEL", *CHAT], b"/save /no/where\n", "/no/where: No such file"),
+        (["chat", "MODEL", *CHAT], b"/save a\0b\n", "null byte"),
+        (["chat", "MODEL", *CHAT], b"/save ~no user/x\n", "home directory"),
         (["chat", "MODEL", *CHAT], b"ab\xff\n", "standard input is not valid UTF-8"),
         (["run", "MODEL", "-p", b"ab\xff"], b"", "-p: character 2 is not valid UTF-8"),
         (["run", "MODEL", "-p", "x", "--repeat-penalty", "0"], b"", "must be in [0.01, 100]"),
@@ -202,6 +207,13 @@ def test_an_error_of_a_chat_is_one_line(model, words, typed, message):
     done = call(*[model if w == "MODEL" else w for w in words], input=typed)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and message in done.stderr
     assert done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_chat_saves_no_messages_over_a_file_that_it_did_not_save(model):
+    before = Path(model).read_bytes()
+    done = call("chat", model, *CHAT, input=f"/save {model}\nhello\n".encode())
+    assert done.returncode == 1 and "exists already, and was not saved by this chat" in done.stderr
+    assert Path(model).read_bytes() == before
 
 
 @pytest.mark.realmodel

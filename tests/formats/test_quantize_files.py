@@ -181,12 +181,17 @@ def test_bad_input(tmp_path, tensors):
     fails("'token_embd.weight' is q8_0 already", RequestError, out, tmp_path / "c.gguf", "q4_0")
     quantize(out, tmp_path / "c.gguf", "q4_0", allow_requantize=True)
     quantize(source, out, "q8_0", force=True)
+    link = tmp_path / "link.gguf"
+    link.symlink_to(source)
+    fails("link.gguf: is a file of the model", RequestError, source, link, "q8_0", force=True)
+    fails("c.gguf: is the importance matrix", RequestError, source, tmp_path / "c.gguf", "q8_0",
+          imatrix=tmp_path / "c.gguf", force=True)  # fmt: skip
     short = {"blk.0.attn_v.weight": np.ones((1, 256), np.float32)}
     for path in imatrix_files(tmp_path, short):
         says = "'blk.0.attn_v.weight' has 256 values for a tensor of shape"
         fails(says, ModelFileError, source, out, "q4_k", imatrix=path, force=True)
-    fails("b.gguf: is a GGUF file, but not an imp", ModelFileError, source, out, "q4_k",
-          imatrix=out, force=True)  # fmt: skip
+    fails("c.gguf: is a GGUF file, but not an imp", ModelFileError, source, out, "q4_k",
+          imatrix=tmp_path / "c.gguf", force=True)  # fmt: skip
     (tmp_path / "broken.dat").write_bytes(b"\x01\0\0\0\x05\0\0\0abc")
     fails("ends at byte 11, before the number of calls", ModelFileError, source, out, "q4_k",
           imatrix=tmp_path / "broken.dat", force=True)  # fmt: skip

@@ -281,6 +281,23 @@ def test_minilm_agrees_with_transformers():
 
 
 @pytest.mark.parity
+def test_the_maximum_length_without_that_of_sentence_transformers(tmp_path):
+    write_encoder(tmp_path, SPEC, 0)
+    for stated, most in ((7, 7), (10**30, None), (1e30, None), (None, None)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": stated}))
+        with EmbeddingModel.load(tmp_path, device="reference") as model:
+            assert model.max_length == (most or model.encoder.cfg.context) != 9
+    write_modules(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 7}')
+    with EmbeddingModel.load(tmp_path, device="reference") as model:
+        assert model.max_length == 9  # max_seq_length precedes it
+    (tmp_path / "sentence_bert_config.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 0}')
+    with pytest.raises(ConfigError, match=r"model_max_length = 0 must be a positive number"):
+        EmbeddingModel.load(tmp_path, device="reference")
+
+
+@pytest.mark.parity
 def test_directories_are_read_strictly(tmp_path):
     write_encoder(tmp_path, SPEC, 0)
     assert EmbeddingModel.load(tmp_path, device="reference").settings.pooling == ("mean",)
@@ -296,6 +313,7 @@ def test_directories_are_read_strictly(tmp_path):
         ("[]", ConfigError, "no Transformer module"),
         ('[{"type": "a.Pooling"}, {"type": "a.Transformer"}]', ConfigError, "in this order"),
         ('[{"type": "a.Pooling", "path": "../x"}]', ModelFileError, "not inside"),
+        (f'[{{"type": "a.Pooling", "path": "{"x" * 5000}"}}]', ModelFileError, "is too long"),
         ('{"a": 1}', ModelFileError, "not a list of modules"),
     ):
         path.write_text(text)

@@ -136,6 +136,7 @@ def _halves(name: str, value: np.ndarray, config) -> np.ndarray:
         ({"mlp_bais": True}, r"know the key 'mlp_bais' \(it reads 'mlp_bias'\)"),
         ({"hidden_size": None}, "missing key 'hidden_size'"),
         ({"hidden_size": "60"}, "hidden_size = '60' is not int"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps = 1000.* is not float"),
         ({"num_hidden_layers": 0}, r"num_hidden_layers = 0 is not in 1\.\."),
         ({"hidden_act": "mish"}, "hidden_act = 'mish' is not supported, only silu"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "rope_type 'spiral' is not suppo"),

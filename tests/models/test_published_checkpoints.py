@@ -225,6 +225,10 @@ def test_groups_of_modules(tmp_path):
     config["config_groups"]["group_0"]["targets"] = ["c"]
     with pytest.raises(ModelFileError, match=r"'a.weight_packed': no target .* module 'a'"):
         read(tmp_path, config, tensors)
+    config["ignore"] = ["re:.*.*.*!"]
+    longer = {name.replace("a.", f"{'a' * 126}.", 1): value for name, value in tensors.items()}
+    with pytest.raises(ModelFileError, match=r"too many for an expression with 3 repetitions"):
+        read(tmp_path, config, longer)
     config["ignore"] = ["re:b[.]"]
     config["config_groups"]["group_0"]["targets"] = ["re:a$"]
     with pytest.raises(
@@ -365,6 +369,18 @@ IN_WEIGHTS = r"config_groups\['group_0'\].weights: "
         (compressed_config(), "config_groups = {} is not supported"),
         (compressed_config(weights_config(), format="nvfp4-pack"), "format = 'nvfp4-pack"),
         (compressed_config(weights_config(), ignore=["re:(a+)+"]), "ignore = .*repeats a group"),
+        (
+            compressed_config(weights_config(), ignore=["re:.*.*.*.*"]),
+            "ignore = .*more than 3 long",
+        ),
+        (
+            compressed_config(weights_config(), ignore=[r"re:a\\*b+c{9,}.{,99}"]),
+            "ignore = .*more than 3 long",
+        ),
+        (
+            compressed_config(weights_config(), ignore=[f"re:{i}" for i in range(101)]),
+            "ignore = .*101 expressions, more than 100",
+        ),
         (compressed_config(weights_config(), ignore=["re:(a"]), "ignore = .*no regular expression"),
         (
             compressed_config(weights_config(), targets="re:*"),

@@ -19,6 +19,8 @@ from hf_tokenizers import (
     write_json,
 )
 from tokenizers import Tokenizer as Package
+from tokenizers import decoders
+from tokenizers.models import WordPiece
 
 from graphllm import tokenizer
 from graphllm.chat import directory_template
@@ -78,6 +80,44 @@ def test_ids_and_texts_equal_transformers(kind: str, made: Any) -> None:
                 assert own.decode(ids, skip_special=skip) == shown, text
 
 
+def word_pieces() -> str:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"日本éçShHs"]
+    words += [f"##{character}" for character in "ehloHELOéÉ日本"]
+    made = Package(WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    made.decoder = decoders.WordPiece()
+    made.add_special_tokens(words[:5])
+    return str(made.to_str())
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("kind", "text", "settings"),
+    [
+        ("bert", word_pieces, {}),
+        ("bert", word_pieces, {"do_lower_case": False}),
+        ("bert", word_pieces, {"tokenizer_class": "BertTokenizer", "strip_accents": False}),
+        ("electra", word_pieces, {"tokenize_chinese_chars": False}),
+        ("distilbert", word_pieces, {"tokenizer_class": "DistilBertTokenizer"}),
+        ("bert", word_pieces, {"tokenizer_class": "PreTrainedTokenizerFast"}),
+        ("roberta", byte_level, {}),
+        ("roberta", byte_level, {"add_prefix_space": True}),
+        ("bart", byte_level, {"tokenizer_class": "BartTokenizer", "add_prefix_space": True}),
+        ("xlm-roberta", unigram, {}),
+        ("xlm-roberta", unigram, {"add_prefix_space": False}),
+        ("camembert", unigram, {}),
+        ("modernbert", metaspace, {"tokenizer_class": "LlamaTokenizer"}),
+    ],
+)
+def test_flags_of_encoders(tmp_path: Path, kind: str, text: Any, settings: dict[str, Any]) -> None:
+    """tokenizer_config.json states the pipeline, not tokenizer.json, as in transformers."""
+    from transformers import AutoTokenizer
+
+    save_raw(tmp_path, text(), kind, **settings)
+    theirs, own = AutoTokenizer.from_pretrained(tmp_path), tokenizer.from_directory(tmp_path)
+    for line in ("hello", " hé  HELLO", "日本h é", "Hello\n x"):
+        assert own.encode(line, add_special=True) == theirs(line)["input_ids"], line
+
+
 def test_a_class_that_reads_merges_refuses_a_unigram_model(tmp_path: Path) -> None:
     save_raw(tmp_path, unigram(), "llama", tokenizer_class="LlamaTokenizer")
     with pytest.raises(ModelFileError, match=r"tokenizer\.json: its tokenizer_class reads merges"):
@@ -116,7 +156,8 @@ def test_classes_of_model_types_are_those_of_transformers(tmp_path: Path) -> Non
         "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma",
         "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "glm", "glm4", "xglm", "bloom",
         "olmo2", "granite", "starcoder2", "stablelm", "smollm3", "deepseek_v2", "deepseek_v3",
-        "gpt_oss",
+        "gpt_oss", "modernbert", "bert", "distilbert", "electra", "nomic_bert", "mpnet", "roberta",
+        "bart", "xlm-roberta", "camembert",
     )  # fmt: skip
     plain = (None, "MistralCommonBackend", "TokenizersBackend")
     for kind in types:
@@ -363,7 +404,14 @@ def test_bad_tokenizer_json(tmp_path: Path, text: Any, change: Any, message: str
         ("tokenizer_config.json", '{"added_tokens_decoder": {"999": "<far>"}}', "id 999"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"9999999999": "z"}}', "is not the id"),
         ("tokenizer_config.json", '{"extra_special_tokens": 3}', "not a list"),
+        (
+            "tokenizer_config.json",
+            f'{{"added_tokens_decoder": {{"{"9" * 5000}": "z"}}}}',
+            "not the id",
+        ),
+        ("tokenizer_config.json", '{"bos_token": "\\ud800"}', "not valid JSON: .*surrogates"),
         ("added_tokens.json", '{"<x>": "y"}', "'y' is not the id"),
+        ("added_tokens.json", '{"<x>": [1]}', r"\[1\] is not the id"),
         ("special_tokens_map.json", "\xff", "byte 0 is not valid UTF-8"),
         ("generation_config.json", '{"eos_token_id": [1.5]}', "eos_token_id"),
         ("config.json", "nothing", "not valid JSON"),

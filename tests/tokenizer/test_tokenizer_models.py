@@ -16,7 +16,7 @@ from sentencepiece import SentencePieceProcessor
 
 from graphllm import tokenizer
 from graphllm.errors import ModelFileError
-from graphllm.tokenizer import Tokenizer
+from graphllm.tokenizer import Tokenizer, sentencepiece_proto
 from graphllm.tokenizer.edge_cases import EDGE_CASES
 from graphllm.tokenizer.sentencepiece_model import from_llama2c
 
@@ -222,6 +222,13 @@ def test_other_files(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.model").write_bytes(content)
         with pytest.raises(ModelFileError, match=r"tokenizer\.model: not a SentencePiece model"):
             tokenizer.from_directory(tmp_path)
+
+
+def test_a_model_with_too_many_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = train_model("unigram")
+    monkeypatch.setattr(sentencepiece_proto, "LARGEST_ID", 100)
+    with pytest.raises(ModelFileError, match=r"tokenizer\.model: more than 100 pieces"):
+        save(tmp_path, model)
 
 
 def test_damaged_models_never_crash(tmp_path: Path) -> None:

@@ -82,9 +82,10 @@ def test_malformed_vocabularies(tmp_path, content):
 
 def test_malformed_model_and_codes(tmp_path):
     m2m_100(tmp_path)
-    write_json(tmp_path / "tokenizer_config.json", {"language_codes": "esperanto"})
-    with pytest.raises(ModelFileError, match="language_codes = 'esperanto' is not supported"):
-        tokenizer.from_directory(tmp_path)
+    for codes in ("esperanto", ["m2m100"]):
+        write_json(tmp_path / "tokenizer_config.json", {"language_codes": codes})
+        with pytest.raises(ModelFileError, match=r"language_codes = .* is not supported"):
+            tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({}))
     (tmp_path / "sentencepiece.bpe.model").write_bytes(b"not a model")
     with pytest.raises(ModelFileError, match=r"sentencepiece\.bpe\.model"):

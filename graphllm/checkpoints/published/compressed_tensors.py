@@ -103,10 +103,14 @@ class Scheme:
         def error(text: str) -> ModelFileError:
             return ModelFileError(f"{file.path}: tensor {quote(f'{module}.{part}')}: {text}")
 
-        group = max(self.groups, key=lambda each: each.targets.match(module))
-        if self.ignored.match(module):
+        try:
+            group = max(self.groups, key=lambda each: each.targets.match(module))
+            ignored, targeted = self.ignored.match(module), group.targets.match(module)
+        except ValueError as wrong:
+            raise error(str(wrong)) from None
+        if ignored:
             raise error("quantised, but quantization_config ignores the module")
-        if not group.targets.match(module):
+        if not targeted:
             raise error(f"no target of quantization_config names the module {quote(module)}")
         if not isinstance(group, kind):
             raise error("stored in another format than quantization_config states")
