@@ -93,12 +93,12 @@ class TokenizerDirectory:
             file = "added_tokens.json"
             special = {token.content for token in self.named({}).values()}
             special.update(token.content for token in self.extras())
-            by_text = read_json(self.folder / file)
-            for token in by_text.values():
+            id_of = read_json(self.folder / file)
+            for token in id_of.values():
                 if not isinstance(token, (int, str)):
                     raise self._wrong(file, f"{quote(token)} is not the id of a token")
             listed = {
-                token: AddedToken(text, special=text in special) for text, token in by_text.items()
+                token: AddedToken(text, special=text in special) for text, token in id_of.items()
             }
         if not isinstance(listed, dict):
             raise self._wrong(file, "key 'added_tokens_decoder' is not an object")
