@@ -173,7 +173,9 @@ def _verify_state(order: Sequence[Tensor], outputs: Mapping[str, Tensor]) -> Non
                     )
 
     for name, node in outputs.items():
-        if node.base in overwritten:
+        while node.is_view and len(node.sources) == 1:  # else it is the version of a fused op
+            (node,) = node.sources
+        if node in overwritten:
             raise GraphError(f"output {name!r} is a state that is overwritten before the run ends")
 
 

@@ -36,6 +36,8 @@ class TokenizerClass:
         extras: Additional special tokens of every directory.
         template: Names of the special tokens around a text, which is "A", in place of
             tokenizer.json's template; None keeps that.
+        pair: The same around two texts, "A" and "B", with the token type after a colon if it is not
+            0; None: the second text follows the first one's template.
         model: Kind of the model in tokenizer.json; a file with another one is read as it is. None:
             any kind, which ``build`` may refuse.
     """
@@ -44,6 +46,7 @@ class TokenizerClass:
     tokens: Mapping[str, str] = field(default_factory=dict)
     extras: tuple[str, ...] = ()
     template: tuple[str, ...] | None = None
+    pair: tuple[str, ...] | None = None
     model: str | None = None
 
     def extra_tokens(self) -> list[AddedToken]:
@@ -208,15 +211,26 @@ _ROBERTA_TOKENS = _BEGIN | {
 }  # fmt: skip
 _BERT_NAMES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
 _CLS_SEP, _BOS_EOS = ("cls_token", "A", "sep_token"), ("bos_token", "A", "eos_token")
-_BERT_CLASS = TokenizerClass(_bert, _BERT_TOKENS, template=_CLS_SEP, model="WordPiece")
-_ROBERTA_CLASS = TokenizerClass(_gpt2, _ROBERTA_TOKENS, template=_CLS_SEP, model="BPE")
+_BERT_PAIR = (*_CLS_SEP, "B:1", "sep_token:1")
+_ROBERTA_PAIR = (*_CLS_SEP, "sep_token", "B", "sep_token")
+_XLM_ROBERTA_PAIR = (*_BOS_EOS, "eos_token", "B", "eos_token")
+_BERT_CLASS = TokenizerClass(
+    _bert, _BERT_TOKENS, template=_CLS_SEP, pair=_BERT_PAIR, model="WordPiece"
+)
+_ROBERTA_CLASS = TokenizerClass(
+    _gpt2, _ROBERTA_TOKENS, template=_CLS_SEP, pair=_ROBERTA_PAIR, model="BPE"
+)
 _XLM_ROBERTA_CLASS = TokenizerClass(
-    _xlm_roberta, _ROBERTA_TOKENS, template=_BOS_EOS, model="Unigram"
+    _xlm_roberta, _ROBERTA_TOKENS, template=_BOS_EOS, pair=_XLM_ROBERTA_PAIR, model="Unigram"
 )
 TOKENIZER_CLASSES = {
     **dict.fromkeys(_BERT_NAMES, _BERT_CLASS),
     "MPNetTokenizer": TokenizerClass(
-        _bert, _ROBERTA_TOKENS | {"unk_token": "[UNK]"}, template=_CLS_SEP, model="WordPiece"
+        _bert,
+        _ROBERTA_TOKENS | {"unk_token": "[UNK]"},
+        template=_CLS_SEP,
+        pair=_ROBERTA_PAIR,
+        model="WordPiece",
     ),
     **dict.fromkeys(("RobertaTokenizer", "BartTokenizer", "LongformerTokenizer"), _ROBERTA_CLASS),
     **dict.fromkeys(("XLMRobertaTokenizer", "CamembertTokenizer"), _XLM_ROBERTA_CLASS),

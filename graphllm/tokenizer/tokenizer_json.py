@@ -281,7 +281,8 @@ def _finish(
     """
     _add_tokens(engine, directory, kind)
     if template is not None:
-        _set_template(engine, directory.named(kind.tokens), template)
+        pair = kind.pair if template == kind.template else None
+        _set_template(engine, directory.named(kind.tokens), template, pair)
     with suppress(Exception):  # for texts without tokens; a panic is not an Exception
         engine.encode(_TRIAL)
     return HfTokenizer(engine, path, directory, kind)
@@ -325,20 +326,32 @@ def _check_id(engine: tokenizers.Tokenizer, path: Path, text: str, number: int) 
 
 
 def _set_template(
-    engine: tokenizers.Tokenizer, named: Mapping[str, AddedToken], template: Sequence[str]
-) -> None:
-    """Set the template; tokens that the directory does not state are left out."""
+    engine: tokenizers.Tokenizer, named: Mapping[str, AddedToken], template: Sequence[str],
+    pair: Sequence[str] | None = None,
+) -> None:  # fmt: skip
+    """Set the templates of one text and of two; tokens that the directory lacks are left out.
+
+    For the arguments see `TokenizerClass`.
+    """
     from tokenizers import processors
 
-    parts, ids = [], []
-    for name in template:
-        if name == "A":
-            parts.append("$A")
-        elif name in named:
-            parts.append(named[name].content)
-            ids.append((named[name].content, engine.token_to_id(named[name].content)))
+    ids: dict[str, int] = {}
+
+    def parts(names: Sequence[str]) -> list[str]:
+        found = []
+        for each in names:
+            name, colon, kind = each.partition(":")
+            if name in ("A", "B"):
+                found.append(f"${name}{colon}{kind}")
+            elif name in named:
+                content = named[name].content
+                ids[content] = engine.token_to_id(content)
+                found.append(f"{content}{colon}{kind}")
+        return found
+
+    single, double = parts(template), parts(pair or [*template, "B"])
     engine.post_processor = processors.TemplateProcessing(
-        single=parts, pair=[*parts, "$B"], special_tokens=ids
+        single=single, pair=double, special_tokens=[*ids.items()]
     )
 
 
