@@ -335,7 +335,7 @@ def _set_template(
     """
     from tokenizers import processors
 
-    ids: dict[str, int] = {}
+    ids: dict[str, int | None] = {}
 
     def parts(names: Sequence[str]) -> list[str]:
         found = []
