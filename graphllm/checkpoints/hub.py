@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from ..errors import ModelFileError
+from ..terminal import escape_control, note
 from ..weights.strict_json import json_object, json_value
 from .hf_directory import TOKENIZER_FILES
 
@@ -119,7 +120,7 @@ def fetch(name: str) -> Path:
     """Return the folder of the model ``name``, from the cache or downloaded with a progress bar.
 
     If only its tokenizer or modules are missing, and cannot be downloaded, the cached folder is
-    returned. ModelFileError if the model is not cached and cannot be downloaded.
+    returned, with a note. ModelFileError if the model is not cached and cannot be downloaded.
     """
     found = find_cached(name)
     if found is not None:
@@ -130,6 +131,7 @@ def fetch(name: str) -> Path:
         found = _cached_snapshot(name)
         if found is None:
             raise
+        note(f"note: {escape_control(name)}: files of the tokenizer or of modules are not cached")
         return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -35,8 +35,8 @@ def submitted(
 
 
 @contextmanager
-def cancelled_at_end(engine: Engine, generations: Sequence[Generation]) -> Iterator[None]:
-    """Cancel ``generations`` at the end, which release their blocks."""
+def cancelled_at_end(engine: Engine, generations: Iterable[Generation]) -> Iterator[None]:
+    """Cancel ``generations``, which are read at the end only; they release their blocks."""
     try:
         yield
     finally:

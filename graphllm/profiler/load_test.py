@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..engine.completion import Sampled
-from ..engine.generation import Generation
 from ..engine.request import Sampling
 from .bench import filler_prompts, filler_tokens, leaf_bytes
 from .engine_requests import cancelled_at_end, finish, run_step, submitted
@@ -24,6 +23,7 @@ from .load_times import LoadTimes, RequestTimes
 if TYPE_CHECKING:
     from ..compiler.plan import Plan
     from ..engine.engine import Engine
+    from ..engine.generation import Generation
     from ..engine.sequence import Chunk
     from ..loading.loaded_model import LoadedModel
     from ..runtime.recorder import BoundSegments
@@ -116,10 +116,10 @@ def run(
         engine.clear_cache()
         manager, before = engine.manager, (engine.manager.hits, engine.manager.queries)
         preempted, steps = engine.scheduler.preempted, engine.batcher.steps
-        log, busy, begun = _StepLog(), [0.0], list[Generation]()
+        log, busy, running = _StepLog(), [0.0], list[_Running]()
         start = time.perf_counter()
-        with cancelled_at_end(engine, begun):
-            running = _serve(engine, requests, sampling, log, busy, start, seen, begun)
+        with cancelled_at_end(engine, (each.generation for each in running)):
+            _serve(engine, requests, sampling, log, busy, start, seen, running)
     found = [_times(each, start) for each in running]
     end = max(each.times[-1] for each in running)
     hits, queries = manager.hits - before[0], manager.queries - before[1]
@@ -155,13 +155,12 @@ def warm_up(engine: Engine, sampling: Sampling) -> None:
 
 def _serve(
     engine: Engine, requests: Sequence[LoadRequest], sampling: Sampling, log: _StepLog,
-    busy: list[float], start: float, seen: Callable[[int], None], begun: list[Generation],
-) -> list[_Running]:  # fmt: skip
+    busy: list[float], start: float, seen: Callable[[int], None], running: list[_Running],
+) -> None:  # fmt: skip
     """Submit requests when they are due, and run steps until all have ended.
 
-    ``begun``: gets the requests that were submitted.
+    ``running``: empty; gets all requests, as they are submitted.
     """
-    running: list[_Running] = []
     active: list[_Running] = []
     while len(running) < len(requests) or active:
         now = time.perf_counter()
@@ -170,8 +169,7 @@ def _serve(
             own = replace(
                 sampling, seed=(sampling.seed or 0) + len(running), max_tokens=request.max_tokens
             )
-            begun.append(engine.submit(request.prompt, own, (), ()))
-            running.append(_Running(request, begun[-1]))
+            running.append(_Running(request, engine.submit(request.prompt, own, (), ())))
             active.append(running[-1])
         if not active:
             time.sleep(max(0.0, start + requests[len(running)].arrival_s - time.perf_counter()))
@@ -182,7 +180,6 @@ def _serve(
             _collect(each)
         active = [each for each in active if not each.generation.done]
         seen(len(running) - len(active))
-    return running
 
 
 def _collect(each: _Running) -> None:

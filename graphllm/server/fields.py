@@ -111,12 +111,16 @@ def stop_field(name: str, value: Any) -> tuple[str, ...]:
     return found
 
 
-@accepts(array({"type": "integer", "minimum": 0}, 0, MAX_STOP_IDS))
-def _stop_ids(name: str, value: Any) -> tuple[int, ...]:
-    """A list of token ids."""
-    if isinstance(value, list) and len(value) > MAX_STOP_IDS:
-        raise invalid_argument(name, value, f"at most {MAX_STOP_IDS} token ids")
-    return token_ids(name, value)
+def token_ids_up_to(most: int) -> Rule:
+    """Return the rule of a list of at most ``most`` token ids."""
+
+    @accepts(array({"type": "integer", "minimum": 0}, 0, most))
+    def rule(name: str, value: Any) -> tuple[int, ...]:
+        if isinstance(value, list) and len(value) > most:
+            raise invalid_argument(name, value, f"at most {most:,} token ids")
+        return token_ids(name, value)
+
+    return rule
 
 
 @accepts({"type": "object", "maxProperties": MAX_BIASES,
@@ -192,7 +196,7 @@ BEYOND = {
     "repeat_penalty": _REPEAT_PENALTY,
     "min_tokens": Field(Integer(0, COUNT), "min_tokens"),
     "ignore_eos": Field(flag, "ignore_eos"),
-    "stop_token_ids": Field(_stop_ids, "stop_ids"),
+    "stop_token_ids": Field(token_ids_up_to(MAX_STOP_IDS), "stop_ids"),
     "x_profile": Field(flag, "profile"),
     "json_schema": Field(mapping, "json_schema"),
     "grammar": Field(grammar_field, "grammar"),

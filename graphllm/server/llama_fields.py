@@ -18,6 +18,7 @@ from .fields import (
     Unsupported,
     any_text,
     messages_field,
+    token_ids_up_to,
 )
 from .json_shapes import OBJECT, STRING, accepts, array, fields, one_of, shape_of
 from .prompt_parts import PROMPT, Parts, prompt_list
@@ -95,14 +96,6 @@ def _content(name: str, value: Any) -> str:
     return found
 
 
-@accepts(array({"type": "integer", "minimum": 0}, 0, MAX_TEXT))
-def _tokens(name: str, value: Any) -> tuple[int, ...]:
-    """A list of bounded length with token ids."""
-    if isinstance(value, list) and len(value) > MAX_TEXT:
-        raise invalid_argument(name, value, f"at most {MAX_TEXT:,} token ids")
-    return token_ids(name, value)
-
-
 NATIVE = COMMON | {
     "prompt": Field(_prompts),
     "n_predict": Field(Integer(-1, COUNT), "max_tokens"),
@@ -128,7 +121,7 @@ TOKENIZE = {
     "parse_special": Field(flag),
     "with_pieces": Field(flag),
 }
-DETOKENIZE = {"tokens": Field(_tokens)}
+DETOKENIZE = {"tokens": Field(token_ids_up_to(MAX_TEXT))}
 APPLY_TEMPLATE = TEMPLATE | {
     "messages": Field(messages_field),
     "tools": Field(tools_field),
