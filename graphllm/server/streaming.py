@@ -67,8 +67,8 @@ class EventStream:
     the API's end of a stream after it. So is the end of a server that cancels its requests.
 
     Args:
-        events: yields new events as bytes, or nothing when it has to wait for more. It is closed at
-            the end, or when the client disconnects.
+        events: looks up results, yields their events as bytes, and then nothing if there may be
+            more results later. It is closed at the end, or when the client disconnects.
         form: see `EventForm`.
         closed: called when no more will be sent.
     """
@@ -81,6 +81,7 @@ class EventStream:
         self._write_chunk: WriteChunk | None = None
         self._finished: asyncio.Future[None] | None = None
         self._waiting: asyncio.Task[None] | None = None  # sends, as soon as there is room
+        self._all_made = True  # whether the events that were made last were all that there were
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
@@ -165,13 +166,22 @@ class EventStream:
             self._finished.set_exception(error)
 
     def _new_events(self) -> tuple[bytes, bool]:
-        """Return the events that there are, `MAX_JOINED` at most, and whether others follow."""
+        """Return the events that there are, `MAX_JOINED` at most, and whether others follow.
+
+        Events that were made in several calls are of results that were looked up in the first one.
+        What has come since then is looked up at the end, as its `wake` made the older events.
+        """
         data = bytearray()
         try:
             for part in self._events:
                 data += part
-                if not part or len(data) >= MAX_JOINED:
+                if len(data) >= MAX_JOINED:
+                    self._all_made = False
                     return bytes(data), True
+                if not part:
+                    if self._all_made:
+                        return bytes(data), True
+                    self._all_made = True
             data += self._form.last
         except Exception as error:
             data += self._error(api_error(error))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Generator
 from typing import Any
 
 import pytest
+from loop_turns import LoopTurns
 from running_server import MODEL
 
 import graphllm
@@ -30,7 +30,6 @@ from graphllm.server.json_data import PART, LazyArray, encode_json, json_bytes, 
 from graphllm.server.llama_fields import MAX_TEXT
 from graphllm.server.native_answer import NativeAnswer
 from graphllm.server.prompt_parts import check_prompt_sizes
-from graphllm.server.streaming import MAX_JOINED, EventStream
 from graphllm.server.tokenizer_endpoints import TokenizerEndpoints
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -146,18 +145,6 @@ def test_stop_token_ids_are_looked_up():
     assert generation.finish_reason == "stop"
 
 
-class LoopTurns:
-    """Counts the turns of the running event loop."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._turn()
-
-    def _turn(self) -> None:
-        self.count += 1
-        asyncio.get_running_loop().call_soon(self._turn)
-
-
 def plain(value: Any) -> Any:
     """A value whose lazy arrays are lists."""
     if isinstance(value, LazyArray):
@@ -241,78 +228,6 @@ def test_events_of_a_slow_stream_have_a_bounded_number_of_tokens(llm):
     assert [text for _, text, _ in pieces] == ["", "", "", "text"]
     assert [each for *_, tokens in pieces for each in tokens] == done.logprobs
     assert list(_split((3, "text", []))) == [(3, "text", [])]
-
-
-class Form:
-    """An `EventForm`."""
-
-    last = b"end"
-
-    def error(self, error: ApiError) -> dict[str, Any]:
-        raise AssertionError(error)
-
-    def frame(self, event: dict[str, Any]) -> bytes:
-        raise AssertionError
-
-
-class Stream:
-    """A stream of 100 parts of 10,000 bytes that are all there, and its client."""
-
-    def __init__(self, slow: bool) -> None:
-        self.turns, self.made, self.sent = LoopTurns(), 0, list[tuple[int, int]]()
-        self.disconnect, self.room = asyncio.Event(), asyncio.Event()
-        self.stream = EventStream(self._events(), Form(), lambda: None)
-        self._slow = slow
-
-    def _events(self) -> Generator[bytes, None, None]:
-        for _ in range(100):
-            self.made += 1
-            yield b"x" * 10_000
-
-    async def _receive(self) -> dict[str, Any]:
-        await self.disconnect.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Any) -> None:
-        if message["type"] == "http.response.body":
-            self.sent.append((len(message["body"]), self.turns.count))
-            if self._slow:
-                await self.room.wait()
-
-    async def run(self) -> None:
-        await self.stream({"http_version": "1.0"}, self._receive, self._send)
-
-
-def test_a_stream_sends_long_answers_step_by_step():
-    """The loop runs between the parts of events that were all there at once."""
-
-    async def run() -> Stream:
-        stream = Stream(slow=False)
-        await stream.run()
-        return stream
-
-    sent = asyncio.run(run()).sent
-    sizes, turns = zip(*sent, strict=True)
-    assert sum(sizes) == 100 * 10_000 + len(Form.last) and max(sizes) <= MAX_JOINED + 10_000
-    assert len(set(turns)) == len(turns) > 10
-
-
-def test_no_events_are_made_after_a_disconnect():
-    """Also if there is room for more in the same turn of the loop in which the client leaves."""
-
-    async def run() -> tuple[int, Stream]:
-        stream = Stream(slow=True)
-        task = asyncio.ensure_future(stream.run())
-        while not stream.sent:
-            await asyncio.sleep(0)
-        made = stream.made
-        stream.room.set()
-        stream.disconnect.set()
-        await task
-        return made, stream
-
-    made, stream = asyncio.run(run())
-    assert stream.made == made < 10 and len(stream.sent) == 1
 
 
 class CountedTokenizer:
