@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -68,10 +69,20 @@ def test_requests_whose_step_fails_end_and_are_recorded(model, tmp_path, monkeyp
     with graphllm.load(model, **OPTIONS, max_sequences=4) as llm:
         server, runner = Running(llm, recording=recording), llm.engine.batcher.runner
 
-        def fail(*step: Any) -> None:
-            raise ValueError("a defect")
+        submitted, decode = threading.Semaphore(0), runner.decode
+
+        def fail(chunks: Any, rows: list[Any], recorder: Any) -> None:
+            """Fail in the first decode step of all three prompts."""
+            if len(rows) == 3:
+                raise ValueError("a defect")
+            for _ in range(3):
+                assert submitted.acquire(timeout=60)
+            submitted.release(3)
+            decode(chunks, rows, recorder)
 
         counted: list[Any] = []
+        record = recording.request
+        monkeypatch.setattr(recording, "request", lambda *a: (record(*a), submitted.release())[0])
         monkeypatch.setattr(Metrics, "count", lambda _, done: counted.append(done))
         monkeypatch.setattr(runner, "decode", fail)
         body = {"prompt": ["a", "b", "c"], "max_tokens": 9, "ignore_eos": True, "stream": stream}
