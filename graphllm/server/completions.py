@@ -295,6 +295,8 @@ class Completions:
         streams = False
         try:
             for prompt in job.prompts:
+                if requests:  # those of 128 prompts take some 0.1 s
+                    await asyncio.sleep(0)
                 own = self._async.submit(
                     prompt, last_only=not job.stream, arrived=arrived, **settings
                 )
