@@ -317,3 +317,19 @@ def test_the_loop_runs_between_the_prompts_of_a_request(server, monkeypatch):
     for stream in (False, True):
         assert server.call("/v1/completions", {**body, "stream": stream})[0] == 200
     assert before == list(range(8))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_messages_are_prepared_in_a_thread(server, path, monkeypatch):
+    """Arguments of calls are parsed and calls become text there: 30,000 took 0.2 s."""
+    from graphllm.server import completions
+
+    threads, prepare = list[bool](), completions.chat_messages
+
+    def noted(*given: Any) -> Any:
+        threads.append(threading.current_thread() is server.thread)
+        return prepare(*given)
+
+    monkeypatch.setattr(completions, "chat_messages", noted)
+    assert server.call(path, {"max_tokens": 2, **PROMPTS[path]})[0] == 200
+    assert threads == [False]
