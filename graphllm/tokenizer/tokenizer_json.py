@@ -245,11 +245,13 @@ def from_merges(directory: TokenizerDirectory) -> HfTokenizer:
     with wrap_errors(directory.folder / "merges.txt"), hold_stderr():
         merges = _read_merges(directory.folder / "merges.txt")
         engine = Tokenizer(models.BPE(vocabulary, merges))
-    template = [
-        *(["bos_token"] if directory.flag("add_bos_token", False) else []),
-        "A",
-        *(["eos_token"] if directory.flag("add_eos_token", False) else []),
-    ]
+    template: Sequence[str] | None = kind.template
+    if kind.pair is None:  # a decoder's
+        template = [
+            *(["bos_token"] if directory.flag("add_bos_token", False) else []),
+            "A",
+            *(["eos_token"] if directory.flag("add_eos_token", False) else []),
+        ]
     with wrap_errors(path), hold_stderr():
         if kind.build is not None:
             kind.build(engine, directory, "")

@@ -40,7 +40,7 @@ CHATS = (
 TEXTS = [*EDGE_CASES, *CHATS]
 BARE = [  # written without transformers
     "older llama", "older legacy llama", "mistral", "raw unigram", "xglm precompiled", "merges",
-    "merges with both", "qwen2 merges",
+    "merges with both", "qwen2 merges", "roberta merges",
 ]  # fmt: skip
 
 
@@ -119,9 +119,23 @@ def test_flags_of_encoders(tmp_path: Path, kind: str, text: Any, settings: dict[
         assert own.encode(line, add_special=True) == theirs(line)["input_ids"], line
     if settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "LlamaTokenizer"):
         return  # keep the file's template, which has none for pairs
+    check_pair(own, theirs)
+
+
+def check_pair(own: Tokenizer, theirs: Any) -> None:
+    """Ids and token types of two texts equal those of transformers' tokenizer."""
     pair = theirs("hello", "h h", return_token_type_ids=True)
     texts = [own.encode(each, add_special=False) for each in ("hello", "h h")]
     assert PairTemplate(own, 2).join(*texts) == (pair["input_ids"], pair["token_type_ids"])
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", ["roberta merges", "bart merges"])
+def test_pairs_of_encoders_without_tokenizer_json(kind: str, made: Any) -> None:
+    """Their class brings the template of special tokens."""
+    from transformers import AutoTokenizer
+
+    check_pair(tokenizer.from_directory(made(kind)), AutoTokenizer.from_pretrained(made(kind)))
 
 
 def test_a_class_that_reads_merges_refuses_a_unigram_model(tmp_path: Path) -> None:
