@@ -165,12 +165,23 @@ def fetch(name: str) -> Path:
         return found
 
 
-def _note_no_modules(name: str, commit: str) -> None:
-    """Note that a commit has no modules.json, so that it is not looked for again."""
-    path = _no_modules(name, commit)
-    with suppress(OSError):  # a cache that may only be read
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+def _mark_no_modules(name: str, commit: str) -> None:
+    """Mark that a commit has no modules.json, as huggingface_hub does for any file.
+
+    An error of huggingface_hub or OSError if that cannot be found out.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils import EntryNotFoundError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, _MODULES, revision=commit))
+    except EntryNotFoundError:
+        path = _no_modules(name, commit)
+        with suppress(OSError):  # a cache that may only be read
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        return
+    raise OSError(f"{_MODULES} was not downloaded")
 
 
 def _download(name: str) -> Path:
@@ -191,8 +202,8 @@ def _download(name: str) -> Path:
         wanted += [file for file in _module_files(found) if not (found / file).is_file()]
         if wanted:  # the name of the folder is the commit
             snapshot_download(name, revision=found.name, allow_patterns=wanted)
-        if not (found / _MODULES).is_file():
-            _note_no_modules(name, found.name)
+        if _may_lack_modules(name, found):  # snapshot_download keeps silent about a failure
+            _mark_no_modules(name, found.name)
         return found
     except Exception as error:  # network, disk or hub: huggingface_hub documents no base class
         reason = " ".join(str(error).split())[:300]
