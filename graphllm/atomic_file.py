@@ -20,7 +20,8 @@ class AtomicFile:
     """A file that is written under a hidden name beside its own; a context manager.
 
     At the end of the block it is flushed to the disk and gets its name; after an error it is
-    removed, and an existing file stays as it was. A symbolic link stays one.
+    removed, and an existing file stays as it was. A symbolic link stays one. The file has the
+    permissions of the one that it replaces, and its owner and group if the system permits.
 
     Args:
         path: the file.
@@ -41,10 +42,23 @@ class AtomicFile:
 
     def __enter__(self) -> AtomicFile:
         try:
-            self._file = self._part.open("xb")
+            self._file = self._create()
         except OSError as error:
             raise self._named(error) from None
         return self
+
+    def _create(self) -> BinaryIO:
+        """Create the temporary file with the permissions of the file that it replaces."""
+        if not self._target.exists():
+            return self._part.open("xb")
+        old = self._target.stat()
+        # Private until the owner is set: nobody opens the file who may not open the old one.
+        number = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with suppress(OSError):  # only root may give a file to another owner
+            os.fchown(number, old.st_uid, old.st_gid)
+        with suppress(OSError):  # some file systems do not support this
+            os.fchmod(number, old.st_mode & 0o777)
+        return os.fdopen(number, "wb")
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes. OSError: the disk is full, for example."""
@@ -105,8 +119,8 @@ class AtomicDirectory:
 
     Entering it returns the hidden directory. At the end of the block its files are flushed to the
     disk and it gets its name; after an error it is removed, and an existing directory stays as it
-    was. A symbolic link stays one. On file systems that cannot exchange two names (Linux'
-    ``renameat2``), replacing takes two renames.
+    was. A symbolic link stays one. The directory has the mode of the one that it replaces. On file
+    systems that cannot exchange two names (Linux' ``renameat2``), replacing takes two renames.
 
     Args:
         path: the directory.
@@ -125,7 +139,7 @@ class AtomicDirectory:
 
     def __enter__(self) -> Path:
         try:
-            self._part.mkdir()
+            self._part.mkdir(0o700 if self._target.exists() else 0o777)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
         return self._part
@@ -151,7 +165,9 @@ class AtomicDirectory:
         check_output_directory(self.path, self._replace)
         if not self._target.exists():
             os.rename(self._part, self._target)
-        elif not _exchange(self._part, self._target):
+            return
+        shutil.copymode(self._target, self._part)
+        if not _exchange(self._part, self._target):
             old = _temporary(self._target)
             os.rename(self._target, old)
             os.rename(self._part, self._target)

@@ -42,7 +42,7 @@ def check_not_input(
     files: Iterable[tuple[str, str | os.PathLike[str] | None]] = (),
     flag: str = "",
 ) -> None:
-    """Raise RequestError if an output would replace an input.
+    """Raise RequestError if an output would replace an input, or the file of standard input.
 
     Links to a file count as the file. Nothing is checked if the output does not exist yet.
 
@@ -55,8 +55,8 @@ def check_not_input(
     if not output.is_file():
         return
     name = f"{flag} {output}" if flag else str(output)
-    for what, path in files:
-        if path is not None and os.path.isfile(path) and output.samefile(path):
+    for what, path in (*files, ("standard input", 0)):
+        if path is not None and os.path.isfile(path) and os.path.samefile(output, path):
             raise RequestError(f"{name}: is {what}; give another name")
     for model in models:
         if model is not None and any(

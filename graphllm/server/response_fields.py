@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arguments import Integer, OneOf, Real, flag, mapping
+from ..arguments import Integer, OneOf, Real, flag, invalid_argument, mapping
 from .chat_parts import (
     Message,
     add_call,
@@ -36,6 +36,7 @@ from .tools import MAX_TOOLS, Tool, checked_tools, function_tool, named_choice, 
 
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # entries, characters
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
@@ -118,6 +119,25 @@ def _include(name: str, value: Any) -> list[str]:
     return value
 
 
+@accepts({"type": "object", "maxProperties": MAX_METADATA,
+          "propertyNames": {"maxLength": MAX_METADATA_KEY},
+          "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE}})  # fmt: skip
+def _metadata(name: str, value: Any) -> dict[str, str]:
+    """An object of strings, which every response repeats; its bounds are OpenAI's."""
+    found = mapping(name, value)
+    text = (
+        f"an object of at most {MAX_METADATA} strings of at most {MAX_METADATA_VALUE} characters, "
+        f"with keys of at most {MAX_METADATA_KEY}"
+    )
+    if len(found) > MAX_METADATA:
+        raise invalid_argument(name, value, text)
+    for key, own in found.items():
+        fits = isinstance(own, str) and len(own) <= MAX_METADATA_VALUE
+        if not fits or len(key) > MAX_METADATA_KEY:
+            raise invalid_argument(name, value, text)
+    return found
+
+
 # Not in this API, with the names of `/v1/chat/completions`.
 _OF_CHATS = ("stop", "presence_penalty", "frequency_penalty", "logit_bias")
 
@@ -137,7 +157,7 @@ RESPONSES = BEYOND | TEMPLATE | {name: COMMON[name] for name in _OF_CHATS} | {
     "parallel_tool_calls": Field(flag),
     "reasoning": Field(_reasoning),
     "include": Field(_include),
-    "metadata": Field(mapping),
+    "metadata": Field(_metadata),
     "store": Field(flag),
     # What would change the answer.
     "previous_response_id": Field(Unsupported()),

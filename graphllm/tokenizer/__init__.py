@@ -9,6 +9,7 @@ For a GGUF file, ids and texts equal llama.cpp's; for a Hugging Face directory, 
 - `piece_vocabulary`: SentencePiece models with a vocab.json (Marian, M2M-100); `languages`: the
   language codes of translation models.
 - `sentencepiece_model`: SentencePiece .model files; `chatglm`: those of ChatGLM.
+- `package_encoding`: encoding with the tokenizers package while other threads run.
 
 `decoding` has the base class, `vocabulary` the base class of those that hold their pieces.
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import tiny_models as tiny
 from typer.testing import CliRunner
 
+from graphllm.atomic_file import AtomicDirectory, AtomicFile
 from graphllm.checkpoints.model_files import check_not_input, model_files
 from graphllm.cli import app
 from graphllm.errors import RequestError
@@ -52,6 +55,24 @@ def test_no_output_replaces_an_input(folder, words, message):
         CliRunner().invoke(app, words.split(), catch_exceptions=False)
     assert message in str(caught.value)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "embed m.gguf -o t.jsonl",
+        "perplexity m.gguf -f - --kl-base t.jsonl --force",
+        "quantize m.gguf t.jsonl --calibrate - --force",
+    ],
+)
+def test_no_output_replaces_the_file_of_standard_input(folder, words):
+    with open("t.jsonl", "rb") as file:
+        done = subprocess.run(
+            [sys.executable, "-m", "graphllm", *words.split()], stdin=file, capture_output=True,
+            text=True,
+        )  # fmt: skip
+    assert "t.jsonl: is standard input; give another name" in done.stderr
+    assert Path("t.jsonl").read_text() == "hello\n"
 
 
 def test_the_files_of_a_model(tmp_path):
@@ -109,6 +130,65 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):
     ], done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     assert all((tmp_path / name).read_text() == "old" for name in names)
+
+
+@pytest.fixture
+def umask():
+    """A umask that leaves the group the right to read."""
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_permissions_of_files(umask, tmp_path):
+    """A new file has those that the umask leaves, also behind a link; a replaced one keeps its."""
+    new, link, broken = tmp_path / "new", tmp_path / "link", tmp_path / "broken"
+    link.symlink_to("new")
+    broken.symlink_to("behind")
+    for path in (new, broken):
+        with AtomicFile(path, replace=False) as file:
+            file.write(b"1")
+        assert _mode(path) == 0o640
+    new.chmod(0o604)
+    with AtomicFile(link, replace=True) as file:
+        (part,) = tmp_path.glob(".*.part")
+        assert _mode(part) == 0o604, "others could read what is written"
+        file.write(b"2")
+    assert _mode(new) == 0o604 and new.read_bytes() == b"2"
+    assert link.is_symlink() and broken.is_symlink()
+
+
+def test_a_replaced_file_keeps_its_owner(monkeypatch, tmp_path):
+    """If the system permits it; otherwise the file is written all the same."""
+    path, asked = tmp_path / "file", []
+    path.touch()
+    old = path.stat()
+
+    def refuse(number, *owner):
+        asked.append(owner)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    with AtomicFile(path, replace=True) as file:
+        file.write(b"2")
+    assert asked == [(old.st_uid, old.st_gid)] and path.read_bytes() == b"2"
+
+
+def test_permissions_of_directories(umask, tmp_path):
+    new, link = tmp_path / "new", tmp_path / "link"
+    with AtomicDirectory(new, replace=False):
+        pass
+    assert _mode(new) == 0o750
+    new.chmod(0o705)
+    link.symlink_to("new")
+    with AtomicDirectory(link, replace=True) as part:
+        assert _mode(part) == 0o700
+        (part / "file").touch()
+    assert _mode(new) == 0o705 and (new / "file").is_file() and link.is_symlink()
 
 
 def test_embeddings_in_a_file(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 
 import graphllm
 from graphllm.backends import Options
-from graphllm.backends.cpu.runtime import cores, kernel_cache
+from graphllm.backends.cpu.runtime import cores, kernel_cache, thread_pool
 from graphllm.backends.cpu.runtime.cores import (
     MAX_THREADS,
     cgroup_cores,
@@ -404,9 +404,9 @@ def test_an_unwritable_cache_warns_once(tmp_path):
 
 
 @pytest.mark.parametrize("kib", [64, 256])
-def test_workers_have_large_stacks(kib):
+def test_kernels_have_large_stacks(kib):
     """Kernels keep hundreds of KiB there; the process would crash. Other threads have what they
-    had."""
+    had, and run no kernels themselves if it is little."""
     code = f"""
         import threading
         import numpy as np
@@ -422,11 +422,38 @@ def test_workers_have_large_stacks(kib):
         executor = Executor(Arrays({{"w": w}}), ("cpu",), Options(threads=2))
         plan = executor.compile({{"y": ops.linear(x, weight("w", (512, 512), "f32"))}})
         value = np.ones((256, 512), np.float32)
-        for _ in range(20):
-            assert np.array_equal(executor.run(plan, {{"x": value}})["y"], value)
+
+        def run():
+            for _ in range(20):
+                assert np.array_equal(executor.run(plan, {{"x": value}})["y"], value)
+            done.append(threading.current_thread())
+
+        done = []
+        run()
+        small = threading.Thread(target=run)
+        small.start()
+        small.join()
+        assert done == [threading.main_thread(), small]
         assert threading.stack_size(0) == {kib} << 10
     """
     found = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
     )
     assert found.returncode == 0, found.stderr
+
+
+def test_stacks_of_threads():
+    """The size is that of each thread, not the default of new ones."""
+    found = {}
+    before = threading.stack_size()
+    try:
+        for kib in (256, 1024, 4096):
+            threading.stack_size(kib << 10)
+            thread = threading.Thread(
+                target=lambda kib=kib: found.update({kib: thread_pool._CALLER.runs_kernels})
+            )
+            thread.start()
+            thread.join()
+    finally:
+        threading.stack_size(before)
+    assert found == {256: False, 1024: True, 4096: True} and thread_pool._CALLER.runs_kernels

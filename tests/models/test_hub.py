@@ -10,6 +10,7 @@ import sys
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import EntryNotFoundError
 
 from graphllm.checkpoints import hub
 from graphllm.checkpoints.checkpoint import checkpoint_path
@@ -65,6 +66,66 @@ def test_a_model_without_tokenizer_or_modules_is_downloaded(cache, monkeypatch):
     assert checkpoint_path("org/small") == found and asked == ["org/small"]
     (found / "modules.json").write_text('{"type"')  # loading reports it
     assert hub.find_cached("org/small") == found
+
+
+ENCODER = '{"architectures": ["BertModel"]}'
+
+
+def test_modules_that_other_programs_do_not_cache_are_downloaded(cache, monkeypatch):
+    """transformers caches a model of embeddings without them; it would get mean pooling."""
+    found = keep(cache, "config.json", "model.safetensors", "tokenizer.json")
+    modules, asked = found / "modules.json", []
+
+    def download(name, revision, allow_patterns):
+        asked.append(revision)
+        if len(asked) == 1:
+            modules.write_text("[]")
+        return str(found)
+
+    def lacks(url):
+        asked.append(url)
+        raise EntryNotFoundError("404")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lacks)
+    for architectures in ("[]", '["BertForSequenceClassification"]', '["LlamaForCausalLM"]', "3"):
+        (found / "config.json").write_text(f'{{"architectures": {architectures}}}')
+        assert hub.find_cached("org/small") == found
+    (found / "config.json").write_text(ENCODER)
+    assert hub.find_cached("org/small") is None
+    assert checkpoint_path("org/small") == found and modules.is_file()
+    assert checkpoint_path("org/small") == found and asked == ["main"]
+    modules.unlink()
+    for _ in range(2):  # the repository has none: it is asked once
+        assert checkpoint_path("org/small") == found
+        assert asked[:2] == ["main", "main"] and len(asked) == 3
+    assert asked[2].endswith(f"/org/small/resolve/{found.name}/modules.json")
+    # The mark is that of huggingface_hub.
+    cached = huggingface_hub.try_to_load_from_cache("org/small", "modules.json", cache_dir=cache)
+    assert cached is huggingface_hub._CACHED_NO_EXIST
+
+
+def test_a_failed_search_for_modules_is_repeated(cache, monkeypatch, capsys):
+    """Without a network, snapshot_download returns what is cached."""
+    found = keep(cache, "config.json", "model.safetensors", "tokenizer.json")
+    (found / "config.json").write_text(ENCODER)
+
+    def fails(url):
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(found))
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fails)
+    for _ in range(2):
+        assert checkpoint_path("org/small") == found
+        assert "files of the tokenizer or of modules may be" in capsys.readouterr().err
+
+
+def test_a_model_whose_modules_cannot_be_looked_for(cache, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = keep(cache, "config.json", "model.safetensors", "tokenizer.json")
+    (found / "config.json").write_text(ENCODER)
+    assert checkpoint_path("org/small") == found
+    assert "files of the tokenizer or of modules may be missing" in capsys.readouterr().err
 
 
 def test_an_incomplete_model_is_not_found(cache, monkeypatch):

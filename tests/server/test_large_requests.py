@@ -15,6 +15,7 @@ import graphllm
 
 pytest.importorskip("starlette")
 
+from graphllm.api.async_llm import AsyncLLM
 from graphllm.api.prompts import parse_prompt
 from graphllm.arguments import invalid_argument, token_ids
 from graphllm.engine.completion import Completion
@@ -299,3 +300,36 @@ def test_fields_of_large_bodies_are_checked_in_a_thread(llm, server, path, monke
         status, found = server.call(path, body)
         assert status == (200 if count == 1 else 400), found
     assert threads == [True, False]
+
+
+def test_the_loop_runs_between_the_prompts_of_a_request(server, monkeypatch):
+    """Checking the settings of each takes a while: 128 prompts with large ones, half a second."""
+    before, ended = list[int](), list[None]()
+    submit = AsyncLLM.submit
+
+    async def noted(*given: Any, **options: Any) -> Any:
+        before.append(len(ended))
+        asyncio.get_running_loop().call_soon(ended.append, None)
+        return await submit(*given, **options)
+
+    monkeypatch.setattr(AsyncLLM, "submit", noted)
+    body = {"prompt": ["a"] * 4, "max_tokens": 1, "logit_bias": {str(i): 1 for i in range(200)}}
+    for stream in (False, True):
+        assert server.call("/v1/completions", {**body, "stream": stream})[0] == 200
+    assert before == list(range(8))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_messages_are_prepared_in_a_thread(server, path, monkeypatch):
+    """Arguments of calls are parsed and calls become text there: 30,000 took 0.2 s."""
+    from graphllm.server import completions
+
+    threads, prepare = list[bool](), completions.chat_messages
+
+    def noted(*given: Any) -> Any:
+        threads.append(threading.current_thread() is server.thread)
+        return prepare(*given)
+
+    monkeypatch.setattr(completions, "chat_messages", noted)
+    assert server.call(path, {"max_tokens": 2, **PROMPTS[path]})[0] == 200
+    assert threads == [False]

@@ -78,6 +78,17 @@ def test_responses(llm, client):
     assert client.responses.create(**ask | {"input": HELLO}).output_text == done.text
 
 
+def test_metadata_has_the_bounds_of_openai(server):
+    """Every response of a stream repeats it."""
+    most = {f"{index:64}": "x" * 512 for index in range(16)}
+    ask = ASK | {"max_output_tokens": 1}
+    status, found = server.call("/v1/responses", ask | {"metadata": most})
+    assert (status, found["metadata"]) == (200, most)
+    for refused in ({**most, "b": ""}, {"a" * 65: ""}, {"a": "x" * 513}, {"a": {"b": "c"}}):
+        status, found = server.call("/v1/responses", ask | {"metadata": refused})
+        assert (status, found["error"]["param"]) == (400, "metadata")
+
+
 def test_items_become_the_same_prompt(llm, client):
     tools = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
     want = llm.encode_chat(CHAT, tools=tools)

@@ -298,4 +298,8 @@ KINDS: dict[str, Callable[[Path], None]] = {
         additional_special_tokens=["<|im_start|>"],
     ),
     "qwen2 merges": lambda folder: _merges(folder, "qwen2", tokenizer_class="Qwen2Tokenizer"),
+    "roberta merges": lambda folder: _merges(folder, "roberta"),
+    "bart merges": lambda folder: _merges(
+        folder, "bart", tokenizer_class="BartTokenizer", add_prefix_space=True, sep_token="<sep>"
+    ),
 }

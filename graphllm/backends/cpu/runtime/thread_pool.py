@@ -7,7 +7,7 @@ moment, as the next decode step follows soon, and then sleep on a futex.
 
 The thread that submits a program waits outside the pool, in slices, so that Python sees Ctrl-C. In
 a short program it takes part itself: no thread has to be woken at the end, and there are no more
-threads than cores.
+threads than cores. A thread with a small stack does not: see `_Caller`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .jit import ABORT, STATUS, Kernel
 # Of workers: kernels keep up to 401 KiB on the stack. An application may give its threads less
 # (`threading.stack_size`, ulimit -s).
 _STACK_BYTES = 2 << 20
+_CALLER_STACK_BYTES = 1 << 20  # with room for the frames of Python
 _BARRIER_SPIN_NS = 400_000  # longer than one thread's small steps with cold caches
 _IDLE_SPIN_NS = 2_000_000  # longer than Python needs between two tokens
 _WAIT_SLICE_NS = 50_000_000  # longest time in which Python does not see a signal
@@ -44,6 +45,28 @@ _MESSAGES = {
 def native(kernel: Kernel) -> ctypes._FuncPointer:
     """Return a kernel as a Python callable that releases the global interpreter lock."""
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(kernel.address)
+
+
+class _Caller(threading.local):
+    """Whether the current thread has a stack that is large enough for kernels."""
+
+    def __init__(self) -> None:
+        self.runs_kernels = _stack_bytes() >= _CALLER_STACK_BYTES
+
+
+def _stack_bytes() -> int:
+    """Return the size of the current thread's stack; that of a worker if it is not known."""
+    libc, attributes, size = ctypes.CDLL(None), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    read = getattr(libc, "pthread_getattr_np", None)
+    libc.pthread_self.restype = ctypes.c_void_p
+    if read is None or read(ctypes.c_void_p(libc.pthread_self()), attributes):
+        return _STACK_BYTES
+    libc.pthread_attr_getstacksize(attributes, ctypes.byref(size))
+    libc.pthread_attr_destroy(attributes)
+    return size.value
+
+
+_CALLER = _Caller()
 
 
 class ThreadPool:
@@ -117,7 +140,7 @@ class ThreadPool:
                 self._words[ABORT] = 1
                 self._wait()
                 self._busy = False
-            if short:
+            if short and _CALLER.runs_kernels:
                 native(step_interpreter.run_with_caller)(self.control, program, threads)
             else:
                 self._run_outside(program, threads)
