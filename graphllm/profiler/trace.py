@@ -162,8 +162,8 @@ class _Writer:
             "origin": row["origin"],
             "bytes": nbytes,
             "flops": flops,
-            "GB/s": round(gb_s, 3),
-            "GFLOP/s": round(gflop_s, 3),
+            "GB/s": _rounded(gb_s),
+            "GFLOP/s": _rounded(gflop_s),
         }
         if row["limit"] is not None and ns:
             args |= {"share of ceiling": round(row["limit"] / calls / ns, 4), "bound": row["bound"]}
@@ -176,7 +176,12 @@ class _Writer:
         """Set the counters from time ``at`` on."""
         for name, value in (("GB/s", gb_s), ("GFLOP/s", gflop_s)):
             where = {"ph": "C", "name": name, "pid": pid, "tid": STEPS, "ts": _us(self.zero + at)}
-            self.events.append({**where, "args": {name: round(value, 3)}})
+            self.events.append({**where, "args": {name: _rounded(value)}})
+
+
+def _rounded(rate: float) -> float:
+    """Round to six significant digits; a fixed number of decimals would make slow steps 0."""
+    return float(f"{rate:.6g}")
 
 
 def _us(ns: int) -> float:

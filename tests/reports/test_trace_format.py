@@ -172,7 +172,7 @@ def test_counters_equal_the_rates_of_steps(events):
             last[event["pid"]] = ns(event["ts"]), event["args"][counter]
         assert {rate for _, rate in last.values()} == {0.0}
         steps = [e for e in events if e.get("cat") in ("op", "copy") and e["dur"]]
-        assert moved == pytest.approx(sum(e["args"][key] for e in steps), rel=1e-3)
+        assert moved == pytest.approx(sum(e["args"][key] for e in steps), rel=1e-5)
 
 
 def test_tracks_of_an_asynchronous_device_are_in_order():
