@@ -247,11 +247,12 @@ class Engine:
             GraphllmError: a step failed.
         """
         while True:
+            ended = generation.done  # looked up before the events, of which none is added then
             if generation.error is not None:
                 raise generation.error
             if generation.events:
                 return generation.events.popleft()
-            if generation.done:
+            if ended:
                 if generation.fault is not None:
                     raise generation.fault
                 return None

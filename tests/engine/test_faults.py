@@ -15,6 +15,7 @@ from request_runs import answer, ids_of, submit, take
 
 import graphllm
 from graphllm.engine import batcher
+from graphllm.engine.completion import Sampled
 from graphllm.engine.generation import Delivery, Generation
 from graphllm.engine.request import Sampling
 
@@ -128,6 +129,30 @@ def test_the_end_is_reported_once(path, moment, monkeypatch):
     while engine.step():
         pass
     assert ends.count(True) == 1 and generation.finish_reason == "cancelled"
+
+
+def test_results_that_come_while_their_consumer_finds_none_are_not_lost(path):
+    """Another thread runs the last steps between two looks at the request."""
+    engine = windowed_model.make_engine(path, threads=1)
+    want = ids_of(answer(engine, PROMPT, GREEDY))
+    generation = engine.submit(PROMPT, GREEDY, ())
+
+    class Events(deque):
+        """Empty, when another thread appends all results."""
+
+        def __bool__(self) -> bool:
+            if len(self) or generation.done:
+                return len(self) > 0
+            while engine.step():
+                pass
+            return False
+
+    generation.events = Events()
+    found = []
+    while (event := engine.next_result(generation, locked=True)) is not None:
+        if isinstance(event, Sampled):
+            found.append(event.token)
+    assert found == [*want, None]
 
 
 def test_pauses_between_calls_are_not_the_time_of_a_step(speculating, monkeypatch):
