@@ -175,6 +175,8 @@ class ModelPool:
             return error
         except Exception as error:
             entry.failed = True
+            if entry.model is not None:  # it was loaded, but has no application
+                await self._in_thread(entry.unload().close)
             log_failure(error, f"the model {name!r} cannot be loaded")
             text = f"the model {name!r} cannot be loaded; the log of the server says why"
             return ApiError(500, text, "model", "model_load_failed")

@@ -127,6 +127,25 @@ def test_a_client_that_disconnects_as_its_model_is_loaded_does_not_use_it():
     assert models.events == ["+a", "-a", "+b", "-b"]
 
 
+def test_a_model_that_cannot_be_served_is_closed(capfd):
+    """An encoder without a tokenizer, for example. It would be in memory beside the others."""
+    models = Models({"a": 4})
+
+    def refuse(*model: object) -> None:
+        raise graphllm.ModelFileError("no tokenizer")
+
+    models.pool._make_app = refuse
+
+    async def run() -> None:
+        for _ in range(2):
+            with pytest.raises(ApiError, match="'a' cannot be loaded"):
+                await models.use("a")
+
+    asyncio.run(run())
+    assert models.events == ["+a", "-a", "+a", "-a"]
+    models.pool.close()
+
+
 def test_waits_are_bounded():
     """For a load, and for memory of models that are in use; closing ends a load."""
     models = Models({"a": 4, "b": 4}, budget=5, timeout_s=0.05)
