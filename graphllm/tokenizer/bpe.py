@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import quote
 from ..weights.gguf import StringArray
+from .package_encoding import encode_text
 from .pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer, expand
 from .vocabulary import (
     BYTE,
@@ -166,7 +167,7 @@ class BpeTokenizer(Vocabulary):
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
-        ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
+        ids: list[int] = encode_text(self._engine, text).ids
         return ids
 
     def _bytes_of(self, token: int) -> bytes:

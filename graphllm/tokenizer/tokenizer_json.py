@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ModelFileError, RequestError, quote
 from .decoding import BaseTokenizer, is_special_name, overlaps_span, replace_surrogates
 from .hf_classes import TOKENIZER_CLASSES, TokenizerClass
+from .package_encoding import copy_engine, encode_text
 from .tokenizer_config import AddedToken, TokenizerDirectory
 from .tokenizer_json_decoder import read_decoder
 from .untrusted_files import LARGEST_ID, hold_stderr, read_json, read_text, wrap_errors
@@ -48,7 +48,6 @@ class HfTokenizer(BaseTokenizer):
         kind: TokenizerClass,
     ) -> None:
         self._engine, self._path = engine, path
-        self._lock = threading.Lock()  # protects a setting of the engine, see `_run`
         ids = engine.get_vocab(with_added_tokens=True)
         self._texts = self._by_id(ids)
         self.vocab_size = max(max(self._texts) + 1, directory.rows)
@@ -73,6 +72,8 @@ class HfTokenizer(BaseTokenizer):
         special = {token for token in added if is_special_name(self._texts[token])}
         self._literal_guarded = self._guarded | special
         self._mark_special([added[token] for token in self._guarded & added.keys()])
+        self._text_engine = copy_engine(engine)
+        self._text_engine.encode_special_tokens = True  # special tokens in texts stay text
         first = self._run("", add_special=True, parse_special=False).ids[:1]
         self.add_bos = self.bos_id is not None and first == [self.bos_id]
 
@@ -110,9 +111,9 @@ class HfTokenizer(BaseTokenizer):
 
     def _run(self, text: str, add_special: bool, parse_special: bool) -> Any:
         """Return the package's encoding of ``text``."""
-        with self._lock, wrap_errors(self._path):
-            self._engine.encode_special_tokens = not parse_special
-            return self._engine.encode(text, add_special_tokens=add_special)
+        engine = self._engine if parse_special else self._text_engine
+        with wrap_errors(self._path):
+            return encode_text(engine, text, add_special)
 
     def encode(
         self,

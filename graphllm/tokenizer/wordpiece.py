@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .package_encoding import encode_text
 from .tokenizer_json_decoder import clean_up
 from .untrusted_files import hold_stderr, wrap_errors
 from .vocabulary import NORMAL, SPACE, Vocabulary, VocabularySource
@@ -61,7 +62,7 @@ class WordPieceTokenizer(Vocabulary):
 
     def _encode_text(self, text: str, starts: bool) -> list[int]:
         with wrap_errors(self._file.path):
-            ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
+            ids: list[int] = encode_text(self._engine, text).ids
         return ids
 
     def _bytes_of(self, token: int) -> bytes:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from graphllm.embedding.pairs import PairTemplate
 from graphllm.errors import ModelFileError, RequestError
 from graphllm.tokenizer import Tokenizer
 from graphllm.tokenizer.edge_cases import EDGE_CASES
+from graphllm.tokenizer.package_encoding import LONG, encode_text
 from graphllm.tokenizer.tokenizer_config import TokenizerDirectory
 from graphllm.tokenizer.untrusted_files import hold_stderr
 
@@ -508,6 +512,76 @@ def test_damaged_files_never_crash(tmp_path: Path, kind: str) -> None:
             assert "\n" not in str(error)
         path.write_bytes(data)
     assert 0 < read < 100
+
+
+# -- threads
+
+
+class WaitingEngine:
+    """An engine whose encoding of one text lasts until an event."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.begun, self.end = engine, Event(), Event()
+
+    def encode(self, text: str, **options: Any) -> Any:
+        if text == "wait":
+            self.begun.set()
+            assert self.end.wait(60)
+        return self.engine.encode(text, **options)
+
+
+@pytest.mark.parametrize("parse_special", [False, True])
+def test_a_long_text_does_not_delay_others(made: Any, parse_special: bool) -> None:
+    """Whether they parse special tokens or not: their engines have settings of their own."""
+    own = tokenizer.from_directory(made("merges with both"))
+    name = "_engine" if parse_special else "_text_engine"
+    waiting = WaitingEngine(getattr(own, name))
+    setattr(own, name, waiting)
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(own.encode, "wait", parse_special=parse_special)
+        assert waiting.begun.wait(60)
+        try:
+            others = [pool.submit(own.encode, "<|end|>", False, parse) for parse in (False, True)]
+            text, control = [other.result(10) for other in others]
+        finally:
+            waiting.end.set()
+        assert long.result() and control == [own.eos_id] and own.eos_id not in text
+
+
+class NamedCalls:
+    """An engine of which the names of the called methods are noted."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.names = engine, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.append(name)
+        return getattr(self.engine, name)
+
+
+def test_long_texts_release_the_lock_of_python() -> None:
+    """Which only the package's batches do."""
+    engine = Package.from_str(byte_level())
+    noted: Any = NamedCalls(engine)
+    for length in (LONG - 1, LONG):
+        text = ("hello  wörld " * length)[:length]
+        assert encode_text(noted, text).ids == engine.encode(text).ids
+    assert noted.names == ["encode", "encode_batch"]
+
+
+@pytest.mark.parametrize("kind", [*BARE, "added words", "added words of gpt2"])
+def test_both_engines_have_the_tokens_of_the_file(kind: str, made: Any) -> None:
+    own = tokenizer.from_directory(made(kind))
+    read = Package.from_str(own.engine.to_str())
+    for engine in (own.engine, own._text_engine):
+        assert engine.get_vocab(with_added_tokens=True) == read.get_vocab(with_added_tokens=True)
+        assert repr(engine.get_added_tokens_decoder()) == repr(read.get_added_tokens_decoder())
+    for text in (*TEXTS, "\n".join(TEXTS)):
+        for special, parse in product((False, True), repeat=2):
+            read.encode_special_tokens = not parse
+            engine = own.engine if parse else own._text_engine
+            ids = engine.encode(clean(text), add_special_tokens=special).ids
+            assert ids == read.encode(clean(text), add_special_tokens=special).ids
 
 
 # -- chat templates
