@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ModelFileError
@@ -21,6 +22,8 @@ _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"[\w./-]+\.safetensors")
 _MODULES = "modules.json"  # lists the modules of sentence-transformers
+# Architectures of models of embeddings. Other programs cache them without their modules.json.
+_BARE = re.compile(r"\w+(Model|ForMaskedLM)")
 # Files of a module, besides those that it may lack.
 _MODULE_FILES = {"Pooling": ("config.json",), "Dense": ("config.json", _SINGLE)}
 # Files to download besides the shards. Pickles and weights for other programs, which can double the
@@ -54,17 +57,41 @@ def find_cached(name: str) -> Path | None:
     """Return the folder of a model in the local cache; None unless it is complete.
 
     A complete model has a configuration, weights, a tokenizer, and the files of the modules that
-    its modules.json lists.
+    its modules.json lists. If it may be a model of embeddings, it has a modules.json, or a mark
+    that the repository has none.
     """
     found = _cached_snapshot(name)
-    if found is None or not _has_tokenizer(found):
+    if found is None or not _has_tokenizer(found) or _may_lack_modules(name, found):
         return None
     return found if all((found / file).is_file() for file in _module_files(found)) else None
 
 
+def _cache_of(name: str) -> Path:
+    """Return the folder of a model in the cache."""
+    return cache_folder() / f"models--{name.replace('/', '--')}"
+
+
+def _no_modules(name: str, commit: str) -> Path:
+    """Return the empty file by which huggingface_hub notes that a commit has no modules.json."""
+    return _cache_of(name) / ".no_exist" / commit / _MODULES
+
+
+def _may_lack_modules(name: str, folder: Path) -> bool:
+    """Return whether the repository of a cached model may have a modules.json, not cached."""
+    if (folder / _MODULES).is_file() or _no_modules(name, folder.name).is_file():
+        return False
+    try:
+        config = json_object((folder / "config.json").read_bytes(), "config.json")
+    except (OSError, ModelFileError):  # loading reports it
+        return False
+    stated = config.get("architectures")
+    names = stated if isinstance(stated, list) else []
+    return any(isinstance(each, str) and _BARE.fullmatch(each) for each in names)
+
+
 def _cached_snapshot(name: str) -> Path | None:
     """Return the cached folder of a model with its configuration and weights, or None."""
-    folder = cache_folder() / f"models--{name.replace('/', '--')}"
+    folder = _cache_of(name)
     try:
         revision = (folder / "refs" / REVISION).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -119,7 +146,7 @@ def _shards(folder: Path) -> list[str]:
 def fetch(name: str) -> Path:
     """Return the folder of the model ``name``, from the cache or downloaded with a progress bar.
 
-    If only its tokenizer or modules are missing, and cannot be downloaded, the cached folder is
+    If only its tokenizer or modules may be missing, and cannot be downloaded, the cached folder is
     returned, with a note. ModelFileError if the model is not cached and cannot be downloaded.
     """
     found = find_cached(name)
@@ -131,8 +158,19 @@ def fetch(name: str) -> Path:
         found = _cached_snapshot(name)
         if found is None:
             raise
-        note(f"note: {escape_control(name)}: files of the tokenizer or of modules are not cached")
+        note(
+            f"note: {escape_control(name)}: files of the tokenizer or of modules may be missing in "
+            "the cache, and cannot be downloaded"
+        )
         return found
+
+
+def _note_no_modules(name: str, commit: str) -> None:
+    """Note that a commit has no modules.json, so that it is not looked for again."""
+    path = _no_modules(name, commit)
+    with suppress(OSError):  # a cache that may only be read
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
 
 
 def _download(name: str) -> Path:
@@ -153,6 +191,8 @@ def _download(name: str) -> Path:
         wanted += [file for file in _module_files(found) if not (found / file).is_file()]
         if wanted:  # the name of the folder is the commit
             snapshot_download(name, revision=found.name, allow_patterns=wanted)
+        if not (found / _MODULES).is_file():
+            _note_no_modules(name, found.name)
         return found
     except Exception as error:  # network, disk or hub: huggingface_hub documents no base class
         reason = " ".join(str(error).split())[:300]

@@ -67,6 +67,48 @@ def test_a_model_without_tokenizer_or_modules_is_downloaded(cache, monkeypatch):
     assert hub.find_cached("org/small") == found
 
 
+ENCODER = '{"architectures": ["BertModel"]}'
+
+
+def test_modules_that_other_programs_do_not_cache_are_downloaded(cache, monkeypatch):
+    """transformers caches a model of embeddings without them; it would get mean pooling."""
+    found = keep(cache, "config.json", "model.safetensors", "tokenizer.json")
+    modules, asked = found / "modules.json", []
+
+    def download(name, revision, allow_patterns):
+        asked.append(name)
+        if len(asked) == 1:
+            modules.write_text("[]")
+        return str(found)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for architectures in ("[]", '["BertForSequenceClassification"]', '["LlamaForCausalLM"]', "3"):
+        (found / "config.json").write_text(f'{{"architectures": {architectures}}}')
+        assert hub.find_cached("org/small") == found
+    (found / "config.json").write_text(ENCODER)
+    assert hub.find_cached("org/small") is None
+    assert checkpoint_path("org/small") == found and modules.is_file()
+    assert checkpoint_path("org/small") == found and asked == ["org/small"]
+    modules.unlink()
+    for _ in range(2):  # the repository has none: it is asked once
+        assert checkpoint_path("org/small") == found and asked == ["org/small"] * 2
+
+
+def test_a_model_whose_modules_cannot_be_looked_for(cache, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = keep(cache, "config.json", "model.safetensors", "tokenizer.json")
+    (found / "config.json").write_text(ENCODER)
+    assert checkpoint_path("org/small") == found
+    assert "files of the tokenizer or of modules may be missing" in capsys.readouterr().err
+    # As huggingface_hub notes a file that a commit lacks.
+    missing = found.parents[1] / ".no_exist" / found.name / "modules.json"
+    missing.parent.mkdir(parents=True)
+    missing.touch()
+    cached = huggingface_hub.try_to_load_from_cache("org/small", "modules.json", cache_dir=cache)
+    assert cached is huggingface_hub._CACHED_NO_EXIST
+    assert checkpoint_path("org/small") == found and not capsys.readouterr().err
+
+
 def test_an_incomplete_model_is_not_found(cache, monkeypatch):
     found = keep(cache, "config.json")
     assert hub.find_cached("org/small") is None
