@@ -273,18 +273,18 @@ class Engine:
         def ready() -> bool:
             return any(each.ready for each in generations)
 
+        def step() -> None:
+            if not self.step(profile) and not ready():
+                raise GraphError("a request waits, but there is nothing to compute")
+
         delivery = generations[0].delivery
-        wakeups = delivery.wakeups
         if delivery.background:
             self.lock.check_callback()
-            wakeups.get()
-        elif locked or self.lock.acquire("a generation", ready, wakeups):
-            try:
-                if not self.step(profile) and not ready():
-                    raise GraphError("a request waits, but there is nothing to compute")
-            finally:
-                if not locked:
-                    self.lock.release()
+            delivery.wakeups.get()
+        elif locked:
+            step()
+        else:
+            self.lock.run("a generation", step, ready, delivery.wakeups)
 
     def generate(
         self,

@@ -155,6 +155,27 @@ def test_results_that_come_while_their_consumer_finds_none_are_not_lost(path):
     assert found == [*want, None]
 
 
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [("acquire", True), ("release", False), ("release", True), ("_wake_first", False)],
+)
+def test_an_interrupt_around_a_step_leaves_the_lock_free(path, name, after, monkeypatch):
+    engine, found = windowed_model.make_engine(path, threads=1), []
+    want = ids_of(answer(engine, PROMPT, GREEDY))
+    generation = engine.submit(PROMPT, GREEDY, ())
+
+    def consume() -> None:
+        while (event := engine.next_result(generation)) is not None:
+            if isinstance(event, Sampled):
+                found.append(event.token)
+
+    fail_once(monkeypatch, engine.lock, name, after)
+    with pytest.raises(KeyboardInterrupt):
+        consume()
+    consume()
+    assert found == [*want, None]
+
+
 def test_pauses_between_calls_are_not_the_time_of_a_step(speculating, monkeypatch):
     """A step with drafts is launched before the caller gets the results of the last one."""
     engine, want = speculating
