@@ -158,7 +158,8 @@ class Engine:
         for generation in self.batcher.generations:
             generation.fail(RequestError("the model is closed"))
         self.batcher.forget_all()
-        del self._bidirectional_prefix  # a bound method: it would keep the decoder and file alive
+        # The bound method would keep the decoder and file alive; a thread in `submit` needs one.
+        self._bidirectional_prefix = lambda tokens: 0
         self.executor.close()
 
     # -- requests
