@@ -15,6 +15,7 @@ from request_runs import answer, ids_of, submit, take
 
 import graphllm
 from graphllm.engine import batcher
+from graphllm.engine import generation as generations
 from graphllm.engine.completion import Sampled
 from graphllm.engine.generation import Delivery, Generation
 from graphllm.engine.request import Sampling
@@ -251,3 +252,43 @@ def test_an_interrupt_at_the_last_token_adds_none(path, monkeypatch):
     generation = engine.submit(PROMPT, settings, ())
     fail_once(monkeypatch, Generation, "_finish")
     assert finish(engine, generation) == want and len(want) == 12
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [("text.push", False), ("text.push", True), ("matcher.push", True), ("module.Sampled", False),
+     ("_notify", False), ("_notify", True)],
+)  # fmt: skip
+def test_an_interrupt_as_a_token_is_delivered_changes_no_answer(
+    path, name, after, stop, monkeypatch
+):
+    """At each token in turn, the one that completes the stop string included."""
+    engine = windowed_model.make_engine(path, threads=1)
+
+    def begin(stop: tuple[str, ...] = ()) -> Generation:
+        engine.clear_cache()
+        settings = Sampling(temperature=0.0, max_tokens=6, seed=3, stop=stop)
+        return engine.submit(PROMPT, settings, (), tokenizer=engine.tokenizer)
+
+    def answered(generation: Generation) -> tuple[list[int], str]:
+        while not generation.done:
+            with suppress(KeyboardInterrupt):
+                engine.step()
+        events = [each for each in generation.events if isinstance(each, Sampled)]
+        ids = [each.token for each in events if each.token is not None]
+        return ids, "".join([each.text for each in events])
+
+    text = answered(begin())[1]
+    stops = (text[len(text) // 2 :][:3],) if stop else ()
+    want = answered(begin(stops))
+    assert stop == (len(want[1]) < len(text))
+    for at in range(len(want[0])):
+        generation = begin(stops)
+        while generation.count < at:
+            engine.step()
+        owners = {"text": generation._text, "matcher": generation._matcher, "module": generations}
+        owner, _, attribute = name.rpartition(".")
+        with monkeypatch.context() as patch:
+            fail_once(patch, owners.get(owner, generation), attribute, after)
+            assert answered(generation) == want, at
