@@ -103,6 +103,8 @@ class RequestHandle:
     def poll(self) -> tuple[str, bool]:
         """Consume the results that are there, without waiting.
 
+        While another thread waits for the next result of the same handle, so does this call.
+
         Returns:
             The text that they add (of several samples, to the first one), and whether the request
             has ended.

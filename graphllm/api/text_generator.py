@@ -276,7 +276,8 @@ class TextGenerator(LoadedModel):
     def _meter(self) -> Meter:
         from ..profiler.bill import Meter
 
-        return Meter(self.engine.batcher)
+        # One for all threads that come here at once: `cached_property` of Python 3.12 has no lock.
+        return vars(self).setdefault("_meter", Meter(self.engine.batcher))
 
     def encode_prompt(self, text: str, sampling: Sampling) -> str | list[int]:
         """Return what `generate` takes for a text: its ids, or a source as it is.

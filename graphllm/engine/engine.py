@@ -158,7 +158,8 @@ class Engine:
         for generation in self.batcher.generations:
             generation.fail(RequestError("the model is closed"))
         self.batcher.forget_all()
-        del self._bidirectional_prefix  # a bound method: it would keep the decoder and file alive
+        # The bound method would keep the decoder and file alive; a thread in `submit` needs one.
+        self._bidirectional_prefix = lambda tokens: 0
         self.executor.close()
 
     # -- requests
@@ -247,11 +248,12 @@ class Engine:
             GraphllmError: a step failed.
         """
         while True:
+            ended = generation.done  # looked up before the events, of which none is added then
             if generation.error is not None:
                 raise generation.error
             if generation.events:
                 return generation.events.popleft()
-            if generation.done:
+            if ended:
                 if generation.fault is not None:
                     raise generation.fault
                 return None
@@ -272,18 +274,18 @@ class Engine:
         def ready() -> bool:
             return any(each.ready for each in generations)
 
+        def step() -> None:
+            if not self.step(profile) and not ready():
+                raise GraphError("a request waits, but there is nothing to compute")
+
         delivery = generations[0].delivery
-        wakeups = delivery.wakeups
         if delivery.background:
             self.lock.check_callback()
-            wakeups.get()
-        elif locked or self.lock.acquire("a generation", ready, wakeups):
-            try:
-                if not self.step(profile) and not ready():
-                    raise GraphError("a request waits, but there is nothing to compute")
-            finally:
-                if not locked:
-                    self.lock.release()
+            delivery.wakeups.get()
+        elif locked:
+            step()
+        else:
+            self.lock.run("a generation", step, ready, delivery.wakeups)
 
     def generate(
         self,

@@ -114,9 +114,8 @@ class Generation:
             self.grammar = start_grammar(vars(sampling), tokenizer)
         self._end_ids, self._stop_ids = end_ids, frozenset(sampling.stop_ids)
         self._context = context
-        follows = not sequence.source  # the answer continues the prompt's text
-        self._text = tokenizer.stream(continuation=follows) if tokenizer else None
-        self._matcher = StopStringMatcher(sampling.stop)
+        self._tokenizer = tokenizer
+        self._begin_text()
         self.events: deque[Prefilled | Sampled] = deque()
         self.delivery = Delivery() if delivery is None else delivery
         sequence.account = self.delivery.account
@@ -195,14 +194,13 @@ class Generation:
         count += 1
         if sampling.forced_eos_id is not None and count >= sampling.max_tokens:
             return self._finish("length", at)
-        text = self._text.push(token) if self._text else ""
-        if count >= sampling.min_tokens:
-            text = self._matcher.push(text)
+        event = Sampled(token, self._read(token, count), at, logprobs)
         if self.undelivered:
             self.undelivered -= 1
         else:
-            self.count += 1  # with the event, see `Batcher._recover`
-        self.events.append(Sampled(token, text, at, logprobs))
+            # With the event, see `take_back`: no call, and so no interrupt, comes between them.
+            self.count += 1
+        self.events.append(event)
         self._notify(last=False)
         if count == len(sampling.forced_ids):
             self._use_processors(sampling.processors)
@@ -219,6 +217,16 @@ class Generation:
             self.note = f"the context of {self._context} tokens is full: the answer is cut off"
             return self._finish("length", at)
         return False
+
+    def _begin_text(self) -> None:
+        follows = not self.sequence.source  # the answer continues the prompt's text
+        self._text = self._tokenizer.stream(continuation=follows) if self._tokenizer else None
+        self._matcher = StopStringMatcher(self.sampling.stop)
+
+    def _read(self, token: int, count: int) -> str:
+        """Return the text that can be emitted after the sampled token number ``count``."""
+        text = self._text.push(token) if self._text else ""
+        return self._matcher.push(text) if count >= self.sampling.min_tokens else text
 
     def _use_processors(self, processors: Sequence[LogitsProcessor]) -> None:
         self.processors = processors
@@ -262,8 +270,14 @@ class Generation:
     def take_back(self) -> None:
         """Forget the tokens that have no result, after a step that did not end."""
         self.count, self.undelivered = self.delivered, 0
-        del self.sequence.tokens[self.sequence.prompt_tokens + self.count :]
-        if not self.done and self.count >= self.sampling.max_tokens > 0:
+        tokens, first = self.sequence.tokens, self.sequence.prompt_tokens
+        del tokens[first + self.count :]
+        if self.done:
+            return
+        self._begin_text()  # it may have read a token that has no result
+        for count, token in enumerate(tokens[first:], 1):
+            self._read(token, count)
+        if self._matcher.matched or self.count >= self.sampling.max_tokens > 0:
             self.end_at_length()
 
     def grammar_error(self, token: int) -> RequestError | None:

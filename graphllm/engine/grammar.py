@@ -156,17 +156,24 @@ class _Vocabulary:
 
     def start(self, grammar: Grammar) -> llguidance.LLMatcher:
         """Return the state of a grammar before its first token. RequestError: it is invalid."""
-        with self._lock:
-            found = self._compiled.get(grammar)
+        found = self._known(grammar)
         if found is None:
             with self._compiling:  # one at a time: it may take a second and hundreds of MB
-                found = self._compile(grammar)
-        with self._lock:
-            self._compiled.pop(grammar, None)
-            self._compiled[grammar] = found  # at the end: it was used last
-            if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
+                found = self._known(grammar)  # compiled while this thread waited
+                if found is None:
+                    found = self._compile(grammar)
+                    with self._lock:
+                        self._compiled[grammar] = found
+                        if len(self._compiled) > _MAX_COMPILED:
+                            self._compiled.popitem(last=False)
         return self._matcher(found)
+
+    def _known(self, grammar: Grammar) -> str | None:
+        """Return a grammar that was compiled, and is now the one used last; None if it was not."""
+        with self._lock:
+            if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+            return self._compiled.get(grammar)
 
     def _matcher(self, compiled: str) -> llguidance.LLMatcher:
         """A state of its own. Copies of one would share a lexer, and so its limit of states."""

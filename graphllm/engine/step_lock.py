@@ -56,29 +56,54 @@ class StepLock:
                         self._holder, self._what = get_ident(), what
                         return True
                     if not waiting:
+                        waiting = True  # first: an interrupt may follow the other statement
                         self._waiting.append(wakeups)
-                        waiting = True
                 wakeups.get()
         finally:
             if waiting:
                 with self._mutex:
-                    self._waiting.remove(wakeups)
+                    if wakeups in self._waiting:
+                        self._waiting.remove(wakeups)
                     self._wake_first()
 
-    def release(self) -> None:
-        """Give up the lock; the next waiting thread takes it."""
+    def release(self, thread: int | None = None) -> None:
+        """Give up the lock; the next waiting thread takes it.
+
+        It has no effect unless ``thread`` holds the lock, by default the calling one.
+        """
         with self._mutex:
-            self._holder = 0
+            if self._holder == (get_ident() if thread is None else thread):
+                self._holder = 0
             self._wake_first()
+
+    def run(
+        self, what: str, call: Callable[[], object], served: Callable[[], bool], wakeups: Wakeups
+    ) -> None:
+        """Call ``call`` with the lock, unless ``served()`` is true before. See `acquire`.
+
+        An interrupt leaves the lock free, wherever it comes. Python looks for signals at the
+        beginning of each function, that of `release` included.
+        """
+        self.check_callback()  # if the lock is held from here on, it is held by this call
+        try:
+            if self.acquire(what, served, wakeups):
+                call()
+        finally:
+            try:
+                self.release()
+            except BaseException:
+                self.release()
+                raise
 
     @contextmanager
     def hold(self, what: str) -> Iterator[None]:
         """Hold the model for the duration of a ``with`` block. RequestError: see `acquire`."""
+        thread = get_ident()  # which may not be the one that ends an abandoned block
         self.acquire(what, lambda: False, SimpleQueue())
         try:
             yield
         finally:
-            self.release()
+            self.release(thread)
 
     def close(self) -> None:
         """Refuse all further requests, the waiting ones included."""

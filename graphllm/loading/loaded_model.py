@@ -364,6 +364,7 @@ class LoadedModel:
         with engine.lock.hold("llm.close"):
             engine.close()
             file = self.file
+            del self.engine  # first, as `closed` looks for it: other threads may use the rest
             for name in self._freed & vars(self).keys():
                 delattr(self, name)
             if self._owns_file:

@@ -153,11 +153,11 @@ class ModelPool:
         """Wait until a model is loaded. ApiError: see `acquire`."""
         if entry.loading is None:
             entry.loading = asyncio.create_task(self._load(name, entry))
-        try:
-            error = await asyncio.wait_for(asyncio.shield(entry.loading), self._timeout_s)
-        except asyncio.TimeoutError:
-            raise _busy(f"the model {name!r} is not loaded yet; try again later") from None
-        if error is not None:
+        # Not `wait_for`, which before Python 3.12 ignores a cancellation as the load ends.
+        done, _ = await asyncio.wait((entry.loading,), timeout=self._timeout_s)
+        if not done:
+            raise _busy(f"the model {name!r} is not loaded yet; try again later")
+        if (error := done.pop().result()) is not None:
             raise error
 
     # -- loading
@@ -175,6 +175,8 @@ class ModelPool:
             return error
         except Exception as error:
             entry.failed = True
+            if entry.model is not None:  # it was loaded, but has no application
+                await self._in_thread(entry.unload().close)
             log_failure(error, f"the model {name!r} cannot be loaded")
             text = f"the model {name!r} cannot be loaded; the log of the server says why"
             return ApiError(500, text, "model", "model_load_failed")

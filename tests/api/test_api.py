@@ -468,6 +468,41 @@ def test_every_use_of_a_closed_model_is_an_error(path):
             use()
 
 
+def test_a_use_while_the_model_is_closed_is_the_same_error(path, monkeypatch):
+    """Whatever another thread looks up, at any point of `close`."""
+    llm, missing = graphllm.load(path, device="cpu"), []
+    names = llm._freed & vars(llm).keys()
+
+    def delete(self, name: str) -> None:
+        object.__delattr__(self, name)
+        for each in names - vars(self).keys():
+            try:
+                getattr(self, each)
+            except RequestError as error:
+                assert str(error) == "the model is closed"
+                missing.append(each)
+
+    monkeypatch.setattr(graphllm.LLM, "__delattr__", delete, raising=False)
+    llm.close()
+    assert {*missing} == names
+
+
+def test_a_request_that_is_checked_while_the_model_is_closed_is_refused(path):
+    llm = graphllm.load(path, device="cpu")
+    engine = llm.engine
+
+    class Prompt(list):
+        """Closes the model, as another thread may, when its length is checked."""
+
+        def __len__(self) -> int:
+            llm.close()
+            return super().__len__()
+
+    generation = engine.submit(Prompt([3, 4]), graphllm.Sampling(seed=1), ())
+    with pytest.raises(RequestError, match=r"^the model is closed$"):
+        engine.next_result(generation)
+
+
 def weak_references(llm) -> dict[str, weakref.ref]:
     executor = llm.executor
     weight, arena = next(executor.buffers.weight_buffers()), executor.arenas["host"]

@@ -15,6 +15,8 @@ from request_runs import answer, ids_of, submit, take
 
 import graphllm
 from graphllm.engine import batcher
+from graphllm.engine import generation as generations
+from graphllm.engine.completion import Sampled
 from graphllm.engine.generation import Delivery, Generation
 from graphllm.engine.request import Sampling
 
@@ -130,6 +132,51 @@ def test_the_end_is_reported_once(path, moment, monkeypatch):
     assert ends.count(True) == 1 and generation.finish_reason == "cancelled"
 
 
+def test_results_that_come_while_their_consumer_finds_none_are_not_lost(path):
+    """Another thread runs the last steps between two looks at the request."""
+    engine = windowed_model.make_engine(path, threads=1)
+    want = ids_of(answer(engine, PROMPT, GREEDY))
+    generation = engine.submit(PROMPT, GREEDY, ())
+
+    class Events(deque):
+        """Empty, when another thread appends all results."""
+
+        def __bool__(self) -> bool:
+            if len(self) or generation.done:
+                return len(self) > 0
+            while engine.step():
+                pass
+            return False
+
+    generation.events = Events()
+    found = []
+    while (event := engine.next_result(generation, locked=True)) is not None:
+        if isinstance(event, Sampled):
+            found.append(event.token)
+    assert found == [*want, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [("acquire", True), ("release", False), ("release", True), ("_wake_first", False)],
+)
+def test_an_interrupt_around_a_step_leaves_the_lock_free(path, name, after, monkeypatch):
+    engine, found = windowed_model.make_engine(path, threads=1), []
+    want = ids_of(answer(engine, PROMPT, GREEDY))
+    generation = engine.submit(PROMPT, GREEDY, ())
+
+    def consume() -> None:
+        while (event := engine.next_result(generation)) is not None:
+            if isinstance(event, Sampled):
+                found.append(event.token)
+
+    fail_once(monkeypatch, engine.lock, name, after)
+    with pytest.raises(KeyboardInterrupt):
+        consume()
+    consume()
+    assert found == [*want, None]
+
+
 def test_pauses_between_calls_are_not_the_time_of_a_step(speculating, monkeypatch):
     """A step with drafts is launched before the caller gets the results of the last one."""
     engine, want = speculating
@@ -205,3 +252,43 @@ def test_an_interrupt_at_the_last_token_adds_none(path, monkeypatch):
     generation = engine.submit(PROMPT, settings, ())
     fail_once(monkeypatch, Generation, "_finish")
     assert finish(engine, generation) == want and len(want) == 12
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [("text.push", False), ("text.push", True), ("matcher.push", True), ("module.Sampled", False),
+     ("_notify", False), ("_notify", True)],
+)  # fmt: skip
+def test_an_interrupt_as_a_token_is_delivered_changes_no_answer(
+    path, name, after, stop, monkeypatch
+):
+    """At each token in turn, the one that completes the stop string included."""
+    engine = windowed_model.make_engine(path, threads=1)
+
+    def begin(stop: tuple[str, ...] = ()) -> Generation:
+        engine.clear_cache()
+        settings = Sampling(temperature=0.0, max_tokens=6, seed=3, stop=stop)
+        return engine.submit(PROMPT, settings, (), tokenizer=engine.tokenizer)
+
+    def answered(generation: Generation) -> tuple[list[int], str]:
+        while not generation.done:
+            with suppress(KeyboardInterrupt):
+                engine.step()
+        events = [each for each in generation.events if isinstance(each, Sampled)]
+        ids = [each.token for each in events if each.token is not None]
+        return ids, "".join([each.text for each in events])
+
+    text = answered(begin())[1]
+    stops = (text[len(text) // 2 :][:3],) if stop else ()
+    want = answered(begin(stops))
+    assert stop == (len(want[1]) < len(text))
+    for at in range(len(want[0])):
+        generation = begin(stops)
+        while generation.count < at:
+            engine.step()
+        owners = {"text": generation._text, "matcher": generation._matcher, "module": generations}
+        owner, _, attribute = name.rpartition(".")
+        with monkeypatch.context() as patch:
+            fail_once(patch, owners.get(owner, generation), attribute, after)
+            assert answered(generation) == want, at

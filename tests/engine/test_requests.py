@@ -10,6 +10,7 @@ import gc
 import itertools
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from queue import SimpleQueue
 
@@ -244,6 +245,50 @@ def test_an_interrupted_wait_does_not_block_others():
     lock.release()
     joined(thread)
     assert served == [3]
+
+
+@pytest.mark.parametrize("name", ["release", "_wake_first"])
+def test_an_interrupt_as_a_thread_gives_up_the_lock_does_not_block_others(name, monkeypatch):
+    lock, served = StepLock(), []
+    real = getattr(lock, name)
+
+    def interrupted(*arguments) -> None:
+        monkeypatch.setattr(lock, name, real)
+        raise KeyboardInterrupt
+
+    def behind() -> None:
+        with lock.hold("second"):
+            served.append(2)
+
+    def step() -> None:
+        served.append(in_thread(behind))
+        while not lock._waiting:
+            time.sleep(0.001)
+        monkeypatch.setattr(lock, name, interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        lock.run("first", step, lambda: False, SimpleQueue())
+    joined(served[0])
+    assert served[1:] == [2]
+
+
+def test_an_interrupt_as_a_thread_begins_to_wait_does_not_block_others():
+    lock = StepLock()
+    assert lock.acquire("first", lambda: False, SimpleQueue())
+
+    class Queue(deque):
+        def append(self, item) -> None:
+            super().append(item)
+            raise KeyboardInterrupt
+
+    def waiting() -> None:
+        with suppress(KeyboardInterrupt):
+            lock.acquire("second", lambda: False, SimpleQueue())
+
+    lock._waiting = Queue()
+    joined(in_thread(waiting))
+    lock.release()
+    joined(in_thread(lambda: lock.acquire("third", lambda: False, SimpleQueue())))
 
 
 def test_a_failed_request_releases_the_model(llm):

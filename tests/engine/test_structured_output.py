@@ -7,7 +7,9 @@ import itertools
 import json
 import re
 import sys
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -171,6 +173,38 @@ def test_bad_grammars_end_their_request_alone(llm, given, why):
     assert "\n" not in str(found.value) and len(str(found.value)) < 600
     assert other.result().ids == want
     assert set(llm.engine.manager.held.values()) == {0} and not llm.engine.batcher.generations
+
+
+def test_requests_share_the_compilation_of_a_grammar(llm, monkeypatch):
+    """Also those that come while it is compiled."""
+    vocabulary, compiled = grammar.prepare(llm.tokenizer), []
+    compiling, waiting, may_end = threading.Lock(), threading.Event(), threading.Event()
+
+    class Compiling:
+        """The lock of compilations, for which the second request waits."""
+
+        def __enter__(self) -> None:
+            if not compiling.acquire(blocking=False):
+                waiting.set()
+                compiling.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            compiling.release()
+
+    def compile_grammar(wanted: grammar.Grammar) -> str:
+        compiled.append(wanted)
+        assert may_end.wait(60)
+        return real(wanted)
+
+    real = vocabulary._compile
+    monkeypatch.setattr(vocabulary, "_compile", compile_grammar)
+    monkeypatch.setattr(vocabulary, "_compiling", Compiling())
+    with ThreadPoolExecutor() as pool:
+        states = [pool.submit(vocabulary.start, ("regex", "[a-c]{7}")) for _ in range(2)]
+        assert waiting.wait(60)
+        may_end.set()
+        assert not any(each.result().is_error() for each in states)
+    assert len(compiled) == 1
 
 
 def test_a_missing_package_is_named(llm, monkeypatch):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import idle_engine
@@ -12,6 +15,7 @@ import pytest
 import tiny_models as tiny
 
 import graphllm
+from graphllm.api.text_generator import TextGenerator
 from graphllm.engine.batcher import Batcher
 from graphllm.engine.bill import OpCost
 from graphllm.engine.sequence import ActiveSequence, Chunk
@@ -164,6 +168,28 @@ def test_requests_without_bills_run_unrecorded(llm):
     del handle, forgotten
     gc.collect()
     assert llm.engine.batcher.meter is None
+
+
+def test_bills_that_are_first_asked_for_at_the_same_time(llm, monkeypatch):
+    """Threads that ask at once get one meter, as the engine has one."""
+    vars(llm).pop("_meter", None)
+    made, both = list[Meter](), threading.Barrier(2)
+
+    class Slow(Meter):
+        """A meter that another thread makes at the same time."""
+
+        def __init__(self, batcher: Batcher) -> None:
+            super().__init__(batcher)
+            both.wait(60)
+            made.append(self)
+
+    monkeypatch.setattr("graphllm.profiler.bill.Meter", Slow)
+    # Before Python 3.12 `cached_property` has a lock, but it is one for all models.
+    own = vars(TextGenerator)["_meter"]
+    monkeypatch.setattr(own, "lock", nullcontext(), raising=False)
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(lambda _: llm._meter, range(2))
+    assert len(made) == 2 and first is second is llm._meter
 
 
 def test_intervals_are_charged_to_their_causes():

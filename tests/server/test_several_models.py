@@ -105,6 +105,47 @@ def test_requests_share_a_load_and_its_failure(capfd):
     models.pool.close()
 
 
+def test_a_client_that_disconnects_as_its_model_is_loaded_does_not_use_it():
+    """Also if the load ends in the same turn of the event loop in which the request is cancelled:
+    a model with a use too many would never be unloaded."""
+    models = Models({"a": 4, "b": 4}, budget=5)
+
+    async def run() -> None:
+        models.gate.clear()
+        gone = asyncio.create_task(models.pool.acquire("a"))
+        while (loading := models.pool._entries["a"].loading) is None:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the request waits
+        loading.add_done_callback(lambda _: gone.cancel())
+        models.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        await models.use("b")
+
+    asyncio.run(run())
+    models.pool.close()
+    assert models.events == ["+a", "-a", "+b", "-b"]
+
+
+def test_a_model_that_cannot_be_served_is_closed(capfd):
+    """An encoder without a tokenizer, for example. It would be in memory beside the others."""
+    models = Models({"a": 4})
+
+    def refuse(*model: object) -> None:
+        raise graphllm.ModelFileError("no tokenizer")
+
+    models.pool._make_app = refuse
+
+    async def run() -> None:
+        for _ in range(2):
+            with pytest.raises(ApiError, match="'a' cannot be loaded"):
+                await models.use("a")
+
+    asyncio.run(run())
+    assert models.events == ["+a", "-a", "+a", "-a"]
+    models.pool.close()
+
+
 def test_waits_are_bounded():
     """For a load, and for memory of models that are in use; closing ends a load."""
     models = Models({"a": 4, "b": 4}, budget=5, timeout_s=0.05)
