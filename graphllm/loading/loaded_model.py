@@ -364,7 +364,8 @@ class LoadedModel:
         with engine.lock.hold("llm.close"):
             engine.close()
             file = self.file
-            del self.engine  # first, as `closed` looks for it: other threads may use the rest
+            # First what `closed` and cached properties look for: other threads may use the rest.
+            del self.engine, self.file
             for name in self._freed & vars(self).keys():
                 delattr(self, name)
             if self._owns_file:
