@@ -194,7 +194,7 @@ def model_file(model: str) -> Iterator[str]:
 def warm_up_sizes(most: int) -> list[int]:
     """Return numbers of requests that need all plans, each twice as requests arrive in any order.
 
-    The first step that needs a plan compiles it, which takes 0.1 s.
+    The first step that needs a plan compiles it, which takes some hundredths of a second.
     """
     powers = [1 << power for power in range(most.bit_length())]
     return 2 * [*powers, *([most] if most not in powers else [])]

@@ -11,7 +11,6 @@ the unfused ops.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from .. import ops
@@ -69,35 +68,26 @@ def fuse(
     return fuser.outputs
 
 
-@dataclass(frozen=True)
-class _Match:
-    node: Tensor  # the fused op over operands of the old graph
-    parts: list[Tensor]  # nodes of the old graph that it replaces, views included
-    results: list[Tensor]  # those parts that are results
-
-
 class _Fuser:
     """Applies rules one after another, each wherever it matches.
 
-    Operands are replaced in place, so that a rule costs what its matches cost, and not a copy of
-    the graph.
+    Nodes are replaced in place, so that a rule costs what its matches cost, and not a copy of the
+    graph.
     """
 
     def __init__(self, outputs: Mapping[str, Tensor], selector: KernelSelector) -> None:
         self.outputs, self.selector = dict(outputs), selector
-        self._read()
-
-    def _read(self) -> None:
-        """Read the order of the graph, and the users of its nodes."""
-        self.owner: dict[Tensor, _Match] = {}  # by part
-        order = toposort(self.outputs.values())
-        self.position = {n: i for i, n in enumerate(order)}
-        self.of_op: dict[str, list[Tensor]] = {}
+        self._of_op: dict[str, list[Tensor]] = {}  # also nodes that are no longer in the graph
         self._users: dict[Tensor, list[Tensor]] = {}
-        for node in order:
-            self.of_op.setdefault(node.op, []).append(node)
-            for source in filter(None, node.src):
-                self._users.setdefault(source, []).append(node)
+        self._position: dict[Tensor, int] = {}  # at least that of the sources
+        for position, node in enumerate(toposort(outputs.values())):
+            self._add(node, position)
+
+    def _add(self, node: Tensor, position: int) -> None:
+        self._position[node] = position
+        self._of_op.setdefault(node.op, []).append(node)
+        for source in node.sources:
+            self._users.setdefault(source, []).append(node)
 
     def users(self, node: Tensor) -> list[Tensor]:
         return self._users.get(node, [])
@@ -105,41 +95,38 @@ class _Fuser:
     def run(self, op: OpDef) -> bool:
         """Put ``op`` in place of its decomposition. Returns whether there was one."""
         assert op.fusion is not None
-        for node in self.of_op.get(op.fusion.anchor, ()):
-            if node not in self.owner:
+        found = False
+        for node in [*self._of_op.get(op.fusion.anchor, ())]:
+            if node in self._position:  # else an earlier match has replaced it
                 proposal = op.fusion.propose(node, self.users)
-                match = proposal and self._match(op, *proposal)
-                if match:
-                    self.owner |= dict.fromkeys(match.parts, match)
-        found = bool(self.owner)
-        if found:
-            self._replace()
-            self._read()
+                if proposal and self._apply(op, *proposal):
+                    found = True
         return found
 
     # -- matching
-    def _match(
-        self, op: OpDef, src: tuple[Tensor | None, ...], attrs: dict[str, object]
-    ) -> _Match | None:
-        """Return the match of a proposal, None if it cannot be applied."""
+    def _apply(self, op: OpDef, src: tuple[Tensor | None, ...], attrs: dict[str, object]) -> bool:
+        """Apply a proposal. Returns False if it cannot be applied."""
         found = self._look_up(op, src, attrs)
         if found is None:
-            return None
+            return False
         parts, ends = found
         own, inner = set(parts), set(parts) - set(ends)
-        if own & self.owner.keys() or not inner.isdisjoint(self.outputs.values()):
-            return None
-        if any(u not in own for p in parts if p in inner for u in self.users(p)):
-            return None
+        if not inner.isdisjoint(self.outputs.values()):
+            return False
+        if any(u not in own for p in inner for u in self.users(p)):
+            return False
         if self._depends(src, own):
-            return None
+            return False
         node = op.node(*src, **attrs)
         node.scopes = tuple(dict.fromkeys(s for p in parts for s in p.scopes))
         node.origin = parts[-1].origin
-        if not all(self._readable(e, new, own) for e, new in zip(ends, results(node))):
-            return None
-        real = [p for p in parts if not p.is_view]
-        return _Match(node, parts, ends) if self.selector.select_fused(node, real) else None
+        new = dict(zip(ends, results(node)))
+        if not all(self._readable(old, made, own) for old, made in new.items()):
+            return False
+        if not self.selector.select_fused(node, [p for p in parts if not p.is_view]):
+            return False
+        self._replace(own, node, new)
+        return True
 
     def _look_up(
         self, op: OpDef, src: tuple[Tensor | None, ...], attrs: dict[str, object]
@@ -163,28 +150,21 @@ class _Fuser:
 
     def _depends(self, src: Sequence[Tensor | None], own: set[Tensor]) -> bool:
         """Return whether an operand depends on a node of ``own``, so that fusing makes a cycle."""
-        first = min(self.position[part] for part in own)
+        first = min(self._position[part] for part in own)
         stack, seen = [*src], set()
         while stack:
             node = stack.pop()
             if node in own:
                 return True
-            if node is not None and node not in seen and self._last(node) > first:
+            if node is not None and node not in seen and self._position[node] >= first:
                 seen.add(node)
-                stack.extend(self._sources(node))
+                stack.extend(node.src)
         return False
-
-    def _last(self, node: Tensor) -> int:
-        """Return the position of a node, or of the last node it will be fused with."""
-        match = self.owner.get(node)
-        return max(self.position[p] for p in match.parts) if match else self.position[node]
-
-    def _sources(self, node: Tensor) -> tuple[Tensor | None, ...]:
-        match = self.owner.get(node)
-        return match.node.src if match else node.src
 
     def _readable(self, old: Tensor, new: Tensor, own: set[Tensor]) -> bool:
         """Return whether all users of ``old`` can read ``new``, whose row stride may differ."""
+        if new.meta == old.meta:
+            return True
         for user in self.users(old):
             if user in own:
                 continue
@@ -199,24 +179,38 @@ class _Fuser:
         return True
 
     # -- replacing
-    def _replace(self) -> None:
-        """Put the fused nodes in place of their parts."""
-        new: dict[Tensor, Tensor] = {}  # by result of a match, and by view of one
-        joined: set[Tensor] = set()  # nodes of matches
-        for node in toposort(self.outputs.values(), (), self._sources):
-            match = self.owner.get(node)
-            old = match.node if match else node
-            src = tuple(s and new.get(s, s) for s in old.src)
-            if match and old not in joined:
-                joined.add(old)
-                old.src = src
-                new |= dict(zip(match.results, results(old)))
-            elif not match and src != old.src:
-                if old.is_view:
-                    new[old] = rebuild(old, src)
+    def _replace(self, parts: set[Tensor], node: Tensor, new: Mapping[Tensor, Tensor]) -> None:
+        """Put the fused ``node`` in place of ``parts``, and its results in place of theirs."""
+        last = max(self._position[each] for each in (*parts, *node.sources))
+        for part in parts:
+            del self._position[part]
+        for made in dict.fromkeys((node, *new.values())):
+            self._add(made, last)
+        for source in node.sources:
+            readers = (node if user in parts else user for user in self._users[source])
+            self._users[source] = [*dict.fromkeys(readers)]
+        for old, made in new.items():
+            self._move_users(old, made)
+        stack = [*new.values()]
+        while stack:
+            for user in self.users(stack.pop()):
+                if self._position[user] < last:
+                    self._position[user] = last
+                    stack.append(user)
+
+    def _move_users(self, old: Tensor, new: Tensor) -> None:
+        """Let the users of ``old`` read ``new``."""
+        self.outputs |= {name: new for name, node in self.outputs.items() if node is old}
+        for user in self._users.pop(old, []):
+            if user in self._position:
+                src = tuple(new if s is old else s for s in user.src)
+                if user.is_view and src[0] is new and new.meta != old.meta:
+                    moved = rebuild(user, src)
+                    self._add(moved, self._position.pop(user))
+                    self._move_users(user, moved)
                 else:
-                    old.src = src
-        self.outputs = {name: new.get(node, node) for name, node in self.outputs.items()}
+                    user.src = src
+                    self._users.setdefault(new, []).append(user)
 
 
 def rebuild(node: Tensor, src: tuple[Tensor | None, ...]) -> Tensor:

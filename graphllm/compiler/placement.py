@@ -100,9 +100,9 @@ class Placement:
     written: Mapping[str, str]
 
     def part(self, names: Iterable[str]) -> Placement:
-        """Return the placement of some of the outputs. GraphError as `rewrite.verify`."""
+        """Return the placement of some of the outputs. GraphError as `rewrite.verify_states`."""
         outputs = {name: self.outputs[name] for name in names}
-        rewrite.verify(outputs)
+        rewrite.verify_states(outputs)
         return replace(self, outputs=outputs)
 
     def tapped(self, taps: Sequence[Tap], moved: Mapping[Tensor, Tensor]) -> Placement:
@@ -185,9 +185,8 @@ def place(
 ) -> tuple[Placement, dict[Tensor, Tensor]]:
     """Merge equal nodes of a graph, and choose a backend for every node.
 
-    The placement consists of new nodes, so it does not keep the graph alive. It is not verified as
-    a whole, since outputs that never share a plan may write the same state; `Placement.part`
-    verifies what is compiled.
+    The placement consists of new nodes, so it does not keep the graph alive. Shapes are verified
+    here, states in `Placement.part`, since outputs that never share a plan may write the same one.
 
     Args:
         outputs: outputs of the graph by name.
@@ -210,6 +209,7 @@ def place(
     merged, moved = rewrite.rewrite(outputs, own)
     rewrite.show("as built", outputs)
     rewrite.show("equal nodes merged", merged)
+    rewrite.verify_shapes(merged)
     nodes = [n for n in rewrite.toposort(merged.values()) if not n.is_leaf and not n.is_view]
     choices = {node: choose(node, backends, options, pins) for node in nodes}
     for name, users in _users_of_written(nodes).items():

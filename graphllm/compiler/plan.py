@@ -83,14 +83,15 @@ class _Lowering:
         if node.is_leaf or node.is_view:
             return self.intern(node)
         assert choice is not None
-        options, backend = self.placement.options, choice.backend
-        kernel = self._kernel(backend, node)
-        src = kernel.lower(node, options) if kernel.lower else node.src
-        src = tuple(self._source(node, i, new, choice) for i, new in enumerate(src))
-        src = tuple(self._adapt(node, kernel, i, s, choice) for i, s in enumerate(src))
-        node = self.intern(rewrite.substitute(node, src))
-        self._add(node, self._kernel(backend, node), choice)
-        return node
+        kernel = self._kernel(choice.backend, node)
+        src = kernel.lower(node, self.placement.options) if kernel.lower else node.src
+        here = self._source_memory(node, choice.backend)
+        src = tuple(s and self._adapt(node, kernel, i, s, choice, here) for i, s in enumerate(src))
+        lowered = self.intern(rewrite.substitute(node, src))
+        if lowered is not node:
+            kernel = self._kernel(choice.backend, lowered)
+        self._add(lowered, kernel, choice)
+        return lowered
 
     def _add(self, node: Tensor, kernel: Kernel, choice: Choice) -> None:
         memory = self._source_memory(node, choice.backend)
@@ -124,12 +125,6 @@ class _Lowering:
             return found
         raise PlacementError(f"{node.scope}: {backend.name} cannot run {node.op}: {found}")
 
-    def _source(self, user: Tensor, i: int, new: Tensor | None, choice: Choice) -> Tensor | None:
-        """Lower source ``i`` of ``user`` if its kernel's ``lower`` created it."""
-        if new is None or new is user.src[i]:
-            return new
-        return self._insert(new, user, choice)
-
     def _insert(self, new: Tensor, user: Tensor, choice: Choice) -> Tensor:
         new.scopes, new.origin = user.scopes, user.origin
         found = choice.backend.select(new, self.placement.options)
@@ -138,12 +133,12 @@ class _Lowering:
         return self.lower(new, Choice(choice.backend, choice.misses))
 
     def _adapt(
-        self, user: Tensor, kernel: Kernel, i: int, source: Tensor | None, choice: Choice
-    ) -> Tensor | None:
-        """Return ``source`` in the memory and the layout that ``kernel`` requires."""
-        if source is None:
-            return None
-        here, own = self._source_memory(user, choice.backend), rewrite.root(source)
+        self, user: Tensor, kernel: Kernel, i: int, source: Tensor, choice: Choice, here: str
+    ) -> Tensor:
+        """Return ``source`` lowered, in memory ``here`` and the layout that ``kernel`` requires."""
+        if source is not user.src[i]:  # made by the kernel's ``lower``
+            source = self._insert(source, user, choice)
+        own = rewrite.root(source)
         if own.op not in (WEIGHT, INPUT):
             home = self.placement.written.get(own.attrs["name"], here) if own.is_leaf else here
             there = self.memory.setdefault(own, home)
@@ -308,16 +303,12 @@ def compile_plan(
     """
     outputs, moved = rewrite.narrow(placement.outputs, bounds or {})
     rewrite.show("narrowed", outputs)
-    choices = {
-        moved[node]: placement.choices[node]
-        for node in rewrite.toposort(placement.outputs.values())
-        if node in placement.choices
-    }
     lowering = _Lowering(placement)
     lowered: dict[Tensor, Tensor] = {}
-    for node in rewrite.toposort(outputs.values()):
-        src = tuple(None if s is None else lowered[s] for s in node.src)
-        lowered[node] = lowering.lower(rewrite.substitute(node, src), choices.get(node))
+    for placed, node in moved.items():
+        src = tuple(s and lowered[s] for s in node.src)
+        choice = placement.choices.get(placed)
+        lowered[node] = lowering.lower(rewrite.substitute(node, src), choice)
     outputs = {name: lowered[node] for name, node in outputs.items()}
     rewrite.show("lowered", outputs)
     outputs = fusion.fuse(outputs, placement.options.without, lowering)
@@ -348,21 +339,20 @@ def _allocate(plan: Plan) -> None:
     first: dict[Tensor, int] = {}
     last: dict[Tensor, int] = {}
     for index, step in enumerate(plan.steps):
-        first.setdefault(rewrite.root(step.node), index)
-        for node in (step.node, *step.node.sources):
-            last[rewrite.root(node)] = index
+        for own in map(rewrite.root, (step.node, *step.node.sources)):
+            first.setdefault(own, index)
+            last[own] = index
     for node in plan.outputs.values():
         own = rewrite.root(node)
         last[own] = len(plan.steps)
         plan.memory.setdefault(own, HOST)  # a leaf that is only an output
     wanted: dict[str, list[tuple[dict[Any, Allocation], Any, memory.Interval]]] = {}
     for index, step in enumerate(plan.steps):
-        key = step.node
-        where = plan.memory[rewrite.root(step.node)]
-        if rewrite.root(step.node) is step.node:
-            size = step.node.meta.bound().nbytes
-            interval = memory.Interval(first[key], last[key], size)
-            wanted.setdefault(where, []).append((plan.allocations, key, interval))
+        own = rewrite.root(step.node)
+        where = plan.memory[own]
+        if own is step.node:
+            interval = memory.Interval(first[own], last[own], own.meta.bound().nbytes)
+            wanted.setdefault(where, []).append((plan.allocations, own, interval))
         if step.kernel.scratch:
             interval = memory.Interval(
                 index, index, step.kernel.scratch(step.node, plan.placement.options)

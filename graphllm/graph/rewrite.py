@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from ..debug import debug, listing
 from ..errors import GraphError
@@ -11,30 +11,27 @@ from .op import get
 from .tensor import LEAVES, STATE, Dim, Meta, Tensor, Var, substitute
 
 
-def toposort(
-    outputs: Iterable[Tensor],
-    stop: Collection[Tensor] = (),
-    sources: Callable[[Tensor], Sequence[Tensor | None]] = attrgetter("src"),
-) -> list[Tensor]:
+def toposort(outputs: Iterable[Tensor], stop: Collection[Tensor] = ()) -> list[Tensor]:
     """Return every node that ``outputs`` need, sources before users, in a deterministic order.
 
     Args:
         outputs: nodes to start from.
         stop: nodes to leave out, with every node that only they need.
-        sources: returns the sources of a node, by default its operands.
     """
     order: list[Tensor] = []
     seen = set(stop)
-    stack: list[Tensor | None] = [*reversed([*outputs])]
-    while stack:
-        node = stack.pop()
-        if node is None:  # the sources of the node below it are done
-            order.append(stack.pop())  # type: ignore[arg-type]
-        elif node not in seen:
-            seen.add(node)
-            stack += (node, None)
-            stack += [s for s in reversed(sources(node)) if s is not None and s not in seen]
-    return order
+    path: list[tuple[Any, Iterator[Tensor]]] = [(None, iter(outputs))]  # a node, its sources left
+    while path:
+        node, rest = path[-1]
+        for source in rest:
+            if source not in seen:
+                seen.add(source)
+                path.append((source, filter(None, source.src)))
+                break
+        else:
+            order.append(node)
+            path.pop()
+    return order[:-1]
 
 
 def by_depth(outputs: Iterable[Tensor], first: Callable[[Tensor], bool]) -> list[Tensor]:
@@ -120,57 +117,53 @@ def root(node: Tensor) -> Tensor:
 
 
 def verify(outputs: Mapping[str, Tensor]) -> None:
-    """Check a graph.
+    """Check a graph as `verify_shapes` and `verify_states`."""
+    verify_shapes(outputs)
+    verify_states(outputs)
 
-    Raises GraphError if a shape contradicts its op's rule, two leaves of one name differ, or a
-    state is read after it may have been overwritten.
-    """
-    order = toposort(outputs.values())
+
+def verify_shapes(outputs: Mapping[str, Tensor]) -> None:
+    """Raise GraphError if a shape contradicts its op's rule, or two leaves of one name differ."""
     leaves: dict[str, Tensor] = {}
-    for node in order:
+    for node in toposort(outputs.values()):
         if node.is_leaf:
             first = leaves.setdefault(node.name, node)
             if (first.op, first.meta) != (node.op, node.meta):
                 raise GraphError(f"two leaves {node.name!r}: {first.meta} and {node.meta}")
         elif not node.is_view:
-            _verify_shape(node)
-    _verify_state(order, outputs)
+            metas = (s and s.meta for s in node.src)
+            wanted = get(node.op).infer(*metas, **node.attrs)
+            if wanted != node.meta:
+                rule = f"its shape rule gives {wanted}"
+                raise GraphError(f"{node.scope}: {node.op} is {node.meta}, but {rule}")
 
 
-def _verify_shape(node: Tensor) -> None:
-    metas = (s.meta if s is not None else None for s in node.src)
-    wanted = get(node.op).infer(*metas, **node.attrs)
-    if wanted != node.meta:
-        rule = f"its shape rule gives {wanted}"
-        raise GraphError(f"{node.scope}: {node.op} is {node.meta}, but {rule}")
-
-
-def _verify_state(order: Sequence[Tensor], outputs: Mapping[str, Tensor]) -> None:
-    """Check that each version of a state is written once, and read only before that write."""
+def verify_states(outputs: Mapping[str, Tensor]) -> None:
+    """Raise GraphError if a version of a state is written twice, or may be read after a write."""
+    order = toposort(outputs.values())
     overwritten: set[Tensor] = set()
     users: dict[Tensor, list[Tensor]] = {}
     for node in order:
         for source in node.sources:
             users.setdefault(source, []).append(node)
     for node in order:
-        if node.is_leaf or node.is_view:
-            continue
-        for index in get(node.op).written(node):
-            target = node.src[index]
+        written = () if node.is_leaf or node.is_view else get(node.op).written(node)
+        readers: dict[Tensor, Tensor] = {}  # other nodes that read a target, and the target
+        for target in (node.src[index] for index in written):
             if target is None or target.is_view or root(target).op != STATE:
                 raise GraphError(f"{node.scope}: {node.op} writes something that is not a state")
             overwritten.add(target)
-            read = [s for i, s in enumerate(node.src) if s and i not in get(node.op).written(node)]
+            read = [s for i, s in enumerate(node.src) if s and i not in written]
             if any(root(s) is root(target) for s in read):
                 raise GraphError(f"{node.scope}: {node.op} reads the state that it writes")
-            others = [u for u in _readers(target, users) if u is not node]
-            ancestors = set(toposort([node])) if others else set()
-            for other in others:
-                if other not in ancestors:
-                    raise GraphError(
-                        f"{other.scope}: {other.op} reads {root(target).name!r}, which "
-                        f"{node.op} overwrites; it must read the written value or come before"
-                    )
+            readers |= {u: target for u in _readers(target, users) if u is not node}
+        ancestors = set(toposort([node])) if readers else set()
+        for other, target in readers.items():
+            if other not in ancestors:
+                raise GraphError(
+                    f"{other.scope}: {other.op} reads {root(target).name!r}, which "
+                    f"{node.op} overwrites; it must read the written value or come before"
+                )
 
     for name, node in outputs.items():
         while node.is_view and len(node.sources) == 1:  # else it is the version of a fused op

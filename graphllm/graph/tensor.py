@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -52,6 +52,7 @@ class Meta:
     offset: int = 0
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def of(cls, shape: tuple[Dim, ...], kind: DType | str) -> Meta:
         """Return a contiguous Meta. GraphError unless only axis 0 is a Var and blocks are whole."""
         if any(isinstance(d, Var) for d in shape[1:]):

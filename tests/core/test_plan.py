@@ -17,7 +17,7 @@ from graphllm.compiler.plan import compile_plan
 from graphllm.debug import listing
 from graphllm.errors import GraphError, PlacementError
 from graphllm.graph import rewrite
-from graphllm.graph.tensor import Var, feed, scope, state, weight
+from graphllm.graph.tensor import Meta, Var, feed, scope, state, weight
 from graphllm.profiler.record import Recorder
 from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.runtime.executor import Executor
@@ -94,6 +94,25 @@ def test_verify_finds_leaves_that_disagree():
     rewrite.verify({"y": y})
     with pytest.raises(GraphError, match="two leaves 'x'"):
         rewrite.verify({"y": y, "z": ops.silu(feed("x", (T, 5), "f32"))})
+
+
+def test_the_executor_verifies_what_it_compiles():
+    """Shapes and leaves with the placement, the order of states with each choice of outputs."""
+    pool, x = state("pool", (8, 1, 4), "f32"), feed("x", (T, 1, 4), "f32")
+    slot, other = feed("slot", (T,), "i32"), feed("x", (T, 1, 5), "f32")
+    wrong, good = ops.silu(x), ops.scale(x, factor=2.0)
+    wrong.meta = Meta.of((T, 1, 3), "f32")
+    ex = Executor(backends=("reference",))
+    with pytest.raises(GraphError, match="its shape rule gives"):
+        ex.compile({"y": ops.silu(wrong), "z": good})
+    with pytest.raises(GraphError, match="leaf 'x'"):
+        ex.compile({"y": good, "z": ops.silu(other)})
+    model = {"y": ops.gather_rows(pool, slot), "pool": ops.kv_write(pool, x, slot)}
+    ex.place_model(model)
+    for name in model:
+        ex.compile({name: model[name]})
+    with pytest.raises(GraphError, match="'pool', which kv_write overwrites"):
+        ex.compile(model)
 
 
 def test_only_disjoint_lifetimes_share_memory():

@@ -189,17 +189,32 @@ def test_fusion_never_makes_a_cycle():
     assert "rope_write" not in steps({"y": attended(lambda q: ops.scale(q, factor=2.0))}, {})
 
 
+def test_two_matches_never_make_a_cycle():
+    """Each attention writes values computed from the rotated queries of the other."""
+    first, second = attended(lambda q: None, name="a."), attended(lambda q: None, name="b.")
+    values = [ops.scale(each.src[0], factor=2.0) for each in (first, second)]
+    crossed = {
+        "values": values[0],
+        "y": attended(lambda q: values[1], name="a."),
+        "z": attended(lambda q: values[0], name="b."),
+    }
+    assert steps(crossed, {}).count("rope_write") == 1
+
+
 def test_unknown_rules_are_named():
     with pytest.raises(GraphError, match=r"no fusion rule 'glue'; known: all, .*glu"):
         fusion.check_names(["glue"])
     fusion.check_names(["all", "glu"])
 
 
-def attended(values, normed: bool = False) -> Tensor:
-    """Attention over pools that this step writes; ``values(q)`` may use the rotated q."""
-    q, k, v = (feed(n, (T, 2, 32), "f32") for n in "qkv")
+def attended(values, normed: bool = False, name: str = "") -> Tensor:
+    """Attention over pools that this step writes; ``values(q)`` may use the rotated q.
+
+    ``name``: prefix of the names of queries, keys, values and pools.
+    """
+    q, k, v = (feed(f"{name}{n}", (T, 2, 32), "f32") for n in "qkv")
     pos, slot, s = feed("pos", (T,), "i32"), feed("slot", (T,), "i32"), Var("S", 1, 1)
-    k_pool, v_pool = (state(n, (32, 2, 32), "f16") for n in ("kp", "vp"))
+    k_pool, v_pool = (state(f"{name}{n}", (32, 2, 32), "f16") for n in ("kp", "vp"))
     turn = {"base": 1e4, "dims": 0, "style": "half", "scale": 1.0}
     n = weight("n", (32,), "f32")
     q, k = (ops.rms_norm(t, n, eps=1e-6) if normed else t for t in (q, k))
