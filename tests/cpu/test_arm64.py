@@ -20,7 +20,7 @@ import graphllm
 
 pytestmark = pytest.mark.arm64
 PROGRAM = Path(__file__).parents[1] / "support" / "arm64.py"
-PARTS = 6
+PARTS = 8
 # Without and with dot products of bytes.
 PROCESSORS = {
     "generic": "generic (neon, 128-bit vectors)",

@@ -58,7 +58,7 @@ TARGETS = {
 # those for AVX-VNNI are the ones for AVX2. AMX-INT8 only multiplies bytes.
 PRODUCTS = ("linear", "expert_linear", "head_linear")
 PRODUCTS_ALONE = ("skylake-avx512", "alderlake", "sapphirerapids", "icelake-server")
-PARTS = 6  # of the block formats and of the ops that do not multiply bytes
+PARTS = 8  # of the block formats and of the ops that do not multiply bytes
 KEPT = 8  # kernel folders that are kept, one for each target and version of the sources
 
 

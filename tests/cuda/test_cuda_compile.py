@@ -1,5 +1,5 @@
 """Every CUDA kernel compiles for several GPU generations, without a GPU or driver, and none of them
-uses local memory. A run compiles a quarter of the modules, see tests/support/tiers.py.
+uses local memory. A run compiles a part of the modules, see tests/support/tiers.py.
 
 Needs CuPy and NVRTC (extra "nvrtc"); with GRAPHLLM_REQUIRE=nvrtc their absence is a failure.
 
@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from cuda_requirements import needs_tensor_cores
+from rotation import rotated
 
 from graphllm.backends import cuda, find
 from graphllm.backends.cuda import MIN_CAPABILITY
@@ -144,8 +145,11 @@ def test_timed_builds_compile_without_spills(made):
 
 @pytest.mark.nvrtc
 def test_only_timed_builds_read_the_clock():
-    """In the PTX of one module of each file. To time blocks as well, kernels read it twice more."""
-    for made in sampled_timed_builds()[::2]:
+    """In the PTX of one module of each file. To time blocks as well, kernels read it twice more.
+
+    A run compiles a third of the files, another one each day.
+    """
+    for made in rotated(sampled_timed_builds()[::2], 3):
         plain = source.Module(made.file, made.defines[:-1])
         assert source.timed_build(plain) == made
         builds = plain, made, source.block_timed_build(plain)
