@@ -219,6 +219,7 @@ class Generation:
         return False
 
     def _begin_text(self) -> None:
+        """Begin to decode the answer, and to look for stop strings in it."""
         follows = not self.sequence.source  # the answer continues the prompt's text
         self._text = self._tokenizer.stream(continuation=follows) if self._tokenizer else None
         self._matcher = StopStringMatcher(self.sampling.stop)
@@ -233,7 +234,7 @@ class Generation:
         self.stages = max(self.sampling.stages, PROCESSED if processors else 0)
 
     def end_at_length(self) -> None:
-        """End a request that has as many tokens as it asks for."""
+        """End a request that has as many tokens as it asks for, or the last one's stop string."""
         self._finish("length", time.perf_counter())
 
     def end_search(self, answers: Sequence[Answer], at: float) -> None:

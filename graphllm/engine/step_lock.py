@@ -99,11 +99,16 @@ class StepLock:
     def hold(self, what: str) -> Iterator[None]:
         """Hold the model for the duration of a ``with`` block. RequestError: see `acquire`."""
         thread = get_ident()  # which may not be the one that ends an abandoned block
-        self.acquire(what, lambda: False, SimpleQueue())
+        self.check_callback()
         try:
+            self.acquire(what, lambda: False, SimpleQueue())
             yield
         finally:
-            self.release(thread)
+            try:  # as in `run`
+                self.release(thread)
+            except BaseException:
+                self.release(thread)
+                raise
 
     def close(self) -> None:
         """Refuse all further requests, the waiting ones included."""

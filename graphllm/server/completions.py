@@ -249,7 +249,7 @@ class Completions:
     ) -> tuple[ToolUse | None, Value]:
         """Return the tools of a chat, and what ``call`` returns for messages and variables."""
 
-        def called() -> tuple[ToolUse | None, Value]:
+        def apply_template() -> tuple[ToolUse | None, Value]:
             source = self.llm.template.source
             tools = tool_use(values, source)
             messages, variables = chat_messages(values["messages"], tools, source)
@@ -260,7 +260,7 @@ class Completions:
             return tools, call(messages, **variables)
 
         try:
-            return await asyncio.to_thread(called)
+            return await asyncio.to_thread(apply_template)
         except Exception as error:  # the server's template is no field of the request
             raise self._renamed(error, {"chat_template": names["prompt"], **names}) from None
 

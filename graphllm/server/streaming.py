@@ -81,7 +81,7 @@ class EventStream:
         self._write_chunk: WriteChunk | None = None
         self._finished: asyncio.Future[None] | None = None
         self._waiting: asyncio.Task[None] | None = None  # sends, as soon as there is room
-        self._all_made = True  # whether the events that were made last were all that there were
+        self._caught_up = True  # whether all results that were looked up have been sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
@@ -168,20 +168,20 @@ class EventStream:
     def _new_events(self) -> tuple[bytes, bool]:
         """Return the events that there are, `MAX_JOINED` at most, and whether others follow.
 
-        Events that were made in several calls are of results that were looked up in the first one.
-        What has come since then is looked up at the end, as its `wake` made the older events.
+        If the last call ended in the middle of the results that it had looked up, this one goes on
+        with these, and then looks for new ones: their `wake` may be the one that led to this call.
         """
         data = bytearray()
         try:
             for part in self._events:
                 data += part
                 if len(data) >= MAX_JOINED:
-                    self._all_made = False
+                    self._caught_up = False
                     return bytes(data), True
                 if not part:
-                    if self._all_made:
+                    if self._caught_up:
                         return bytes(data), True
-                    self._all_made = True
+                    self._caught_up = True
             data += self._form.last
         except Exception as error:
             data += self._error(api_error(error))

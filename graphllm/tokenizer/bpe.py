@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import quote
 from ..weights.gguf import StringArray
-from .package_encoding import encode_text
 from .pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer, expand
 from .vocabulary import (
     BYTE,
@@ -167,6 +166,8 @@ class BpeTokenizer(Vocabulary):
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
+        from .package_encoding import encode_text  # not needed for SentencePiece
+
         ids: list[int] = encode_text(self._engine, text).ids
         return ids
 

@@ -271,13 +271,13 @@ def test_an_interrupt_as_a_token_is_delivered_changes_no_answer(
         settings = Sampling(temperature=0.0, max_tokens=6, seed=3, stop=stop)
         return engine.submit(PROMPT, settings, (), tokenizer=engine.tokenizer)
 
-    def answered(generation: Generation) -> tuple[list[int], str]:
+    def answered(generation: Generation) -> tuple[list[int], str, str]:
         while not generation.done:
             with suppress(KeyboardInterrupt):
                 engine.step()
         events = [each for each in generation.events if isinstance(each, Sampled)]
         ids = [each.token for each in events if each.token is not None]
-        return ids, "".join([each.text for each in events])
+        return ids, "".join([each.text for each in events]), generation.finish_reason
 
     text = answered(begin())[1]
     stops = (text[len(text) // 2 :][:3],) if stop else ()

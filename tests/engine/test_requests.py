@@ -247,8 +247,9 @@ def test_an_interrupted_wait_does_not_block_others():
     assert served == [3]
 
 
+@pytest.mark.parametrize("how", ["run", "hold"])
 @pytest.mark.parametrize("name", ["release", "_wake_first"])
-def test_an_interrupt_as_a_thread_gives_up_the_lock_does_not_block_others(name, monkeypatch):
+def test_an_interrupt_as_a_thread_gives_up_the_lock_does_not_block_others(name, how, monkeypatch):
     lock, served = StepLock(), []
     real = getattr(lock, name)
 
@@ -267,9 +268,31 @@ def test_an_interrupt_as_a_thread_gives_up_the_lock_does_not_block_others(name, 
         monkeypatch.setattr(lock, name, interrupted)
 
     with pytest.raises(KeyboardInterrupt):
-        lock.run("first", step, lambda: False, SimpleQueue())
+        if how == "run":
+            lock.run("first", step, lambda: False, SimpleQueue())
+        else:
+            with lock.hold("first"):
+                step()
     joined(served[0])
     assert served[1:] == [2]
+
+
+def test_an_interrupt_as_a_thread_gets_the_lock_does_not_block_others(monkeypatch):
+    lock, real = StepLock(), StepLock.acquire
+
+    def interrupted(*arguments) -> None:
+        real(lock, *arguments)
+        monkeypatch.setattr(lock, "acquire", real.__get__(lock))
+        raise KeyboardInterrupt
+
+    def hold() -> None:
+        with lock.hold("a request"):
+            pass
+
+    monkeypatch.setattr(lock, "acquire", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hold()
+    joined(in_thread(hold))
 
 
 def test_an_interrupt_as_a_thread_begins_to_wait_does_not_block_others():
