@@ -80,7 +80,7 @@ def _one(flag: str, text: str, positive: bool) -> int:
 
 
 def load_table(columns: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
-    """Yield the lines of a table: rates and latencies, with a column for each measurement.
+    """Yield the lines of a table: rates, latencies and steps, with a column for each measurement.
 
     ``columns``: `LoadTimes.as_dict` by title; None leaves a column out.
     """
@@ -93,6 +93,13 @@ def load_table(columns: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]
             cells = [values[key].get(name) for values in known.values()]
             if any(cell is not None for cell in cells):
                 yield f"{f'{title}, {name}, ms':<27}" + "".join(map(_cell, cells))
+    for kind in ("prefill", "decode"):
+        steps = [values.get("phases", {}).get(kind) for values in known.values()]
+        if any(each and each["steps"] for each in steps):
+            counts = [each["steps"] if each else "-" for each in steps]
+            yield f"{f'{kind} steps':<27}" + "".join(f" {count:>12}" for count in counts)
+            means = [each and each["seconds"] / max(1, each["steps"]) for each in steps]
+            yield f"{f'{kind} step, mean, ms':<27}" + "".join(map(_cell, means))
 
 
 def _cell(seconds: float | None) -> str:

@@ -7,7 +7,7 @@ computed: each step takes the time that `step_times` predicts for it from the me
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from ..engine.sequence import ActiveSequence, Chunk
 from .batch_prediction import predict_prefill, predict_step
 from .http_costs import HttpCosts
 from .load_requests import LoadRequest
-from .load_times import LoadTimes, RequestTimes
+from .load_times import DECODE, PREFILL, LoadTimes, RequestTimes, StepTotals, step_totals
 from .step_times import TimePredictor
 
 if TYPE_CHECKING:
@@ -59,25 +59,39 @@ class LoadPrediction:
 
     Attributes:
         times: predicted times of the requests.
-        busy_s: time in which steps run.
-        steps: number of steps.
+        phases: the steps by kind.
         preemptions: number of preemptions.
         capacity: the load at which something is full.
         http: what HTTP takes of the engine's cores; None for nothing.
     """
 
     times: LoadTimes
-    busy_s: float
-    steps: int
+    phases: Mapping[str, StepTotals]
     preemptions: int
     capacity: Capacity
     http: HttpCosts | None = None
 
+    @property
+    def busy_s(self) -> float:
+        """Time in which steps run."""
+        return sum(each.seconds for each in self.phases.values())
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return sum(each.steps for each in self.phases.values())
+
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        own = {"busy_s": self.busy_s, "steps": self.steps, "preemptions": self.preemptions}
-        http = self.http and vars(self.http)
-        return {**own, **self.times.as_dict(), "capacity": vars(self.capacity), "http": http}
+        return {
+            "busy_s": self.busy_s,
+            "steps": self.steps,
+            "phases": {kind: vars(totals) for kind, totals in self.phases.items()},
+            "preemptions": self.preemptions,
+            **self.times.as_dict(),
+            "capacity": vars(self.capacity),
+            "http": self.http and vars(self.http),
+        }
 
 
 def predict_load(
@@ -110,7 +124,12 @@ def predict_load(
         simulated.forget()
     times = LoadTimes(simulated.times(), simulated.now - requests[0].arrival_s)
     preemptions = scheduler.preempted - preempted
-    return LoadPrediction(times, simulated.busy, simulated.steps, preemptions, known, http)
+    return LoadPrediction(times, simulated.phases, preemptions, known, http)
+
+
+def is_decode(chunks: Sequence[Chunk]) -> bool:
+    """Whether a step computes one token of each sequence, and samples from it."""
+    return all(chunk.samples and chunk.stop - chunk.start == 1 for chunk in chunks)
 
 
 @dataclass
@@ -125,8 +144,8 @@ class _Simulation:
     """Requests of a load on a simulated clock.
 
     Attributes:
-        now, busy: the time, and how much of it steps took, in seconds.
-        steps: number of steps.
+        now: the time in seconds.
+        phases: the steps by kind.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[LoadRequest]) -> None:
@@ -136,7 +155,7 @@ class _Simulation:
         self._by_sequence = {each.sequence: each for each in self._all}
         self._next = 0  # to arrive
         self.left = len(self._all)
-        self.now, self.busy, self.steps = requests[0].arrival_s, 0.0, 0
+        self.now, self.phases = requests[0].arrival_s, step_totals()
         engine.manager.clear()
 
     def schedule(self) -> list[Chunk]:
@@ -158,7 +177,8 @@ class _Simulation:
         for chunk in chunks:
             own = self._by_sequence[chunk.sequence]
             own.started = self.now if own.started < 0 else own.started
-        self.now, self.busy, self.steps = self.now + seconds, self.busy + seconds, self.steps + 1
+        self.now += seconds
+        self.phases[DECODE if is_decode(chunks) else PREFILL].add(seconds)
         self._engine.scheduler.complete(chunks)
         for chunk in chunks:
             if not chunk.samples:
@@ -204,7 +224,7 @@ class _StepClock:
         """Predict the seconds of the next step; None if a measurement is missing."""
         count = len(chunks)
         tokens = sum(chunk.stop - chunk.start for chunk in chunks)
-        decodes = tokens == count and all(chunk.samples for chunk in chunks)
+        decodes = is_decode(chunks)
         engine = self._engine
         plan = engine.decode_plan(count) if decodes else engine.prefill_plan(count)
         pairs = sum(kv_pairs(chunk.start, chunk.stop - chunk.start) for chunk in chunks)

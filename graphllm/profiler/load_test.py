@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ..engine.batch_plans import bind_batch_plans
 from ..engine.completion import Sampled
 from ..engine.request import Sampling
-from .bench import filler_prompts, filler_tokens, leaf_bytes
+from .bench import filler_prompts, leaf_bytes
 from .engine_requests import cancelled_at_end, finish, run_step, submitted
 from .load_requests import LoadRequest
-from .load_times import LoadTimes, RequestTimes
+from .load_times import DECODE, PREFILL, LoadTimes, RequestTimes, StepTotals, step_totals
 
 if TYPE_CHECKING:
     from ..compiler.plan import Plan
@@ -34,18 +35,26 @@ class LoadResult(LoadTimes):
     """Result of a load test.
 
     Attributes:
-        busy_s: time in which steps ran.
-        steps: number of steps.
+        phases: the steps by kind.
         preemptions: number of preemptions.
         hit_rate: share of the prompts' tokens that were found in the prefix cache.
         nbytes: bytes of weights and cache that all steps moved, by the declared costs.
     """
 
-    busy_s: float
-    steps: int
+    phases: Mapping[str, StepTotals]
     preemptions: int
     hit_rate: float
     nbytes: float
+
+    @property
+    def busy_s(self) -> float:
+        """Time in which steps ran."""
+        return sum(each.seconds for each in self.phases.values())
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return sum(each.steps for each in self.phases.values())
 
     @property
     def gb_s(self) -> float:
@@ -55,17 +64,25 @@ class LoadResult(LoadTimes):
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         names = "busy_s", "steps", "preemptions", "hit_rate", "gb_s"
-        return {**{name: getattr(self, name) for name in names}, **super().as_dict()}
+        own = {name: getattr(self, name) for name in names}
+        phases = {kind: vars(totals) for kind, totals in self.phases.items()}
+        return {**own, "phases": phases, **super().as_dict()}
 
 
 class _StepLog:
-    """A recorder without timestamps, for the bytes that the steps move."""
+    """A recorder without timestamps, for the bytes that the steps move.
+
+    Attributes:
+        begun: number of steps that did not follow from the one before on the device.
+    """
 
     def __init__(self) -> None:
+        self.begun = 0
         self.runs: dict[tuple[Plan, tuple[tuple[str, int], ...]], int] = {}
 
     def begin_step(self, chunks: Sequence[Chunk]) -> None:
-        """Take no note of the chunks."""
+        """Count the step."""
+        self.begun += 1
 
     def run(self, plan: Plan, segments: BoundSegments, env: Mapping[str, int]) -> None:
         """Run ``segments`` without timestamps."""
@@ -115,51 +132,56 @@ def run(
         warm_up(engine, sampling)
         engine.clear_cache()
         manager, before = engine.manager, (engine.manager.hits, engine.manager.queries)
-        preempted, steps = engine.scheduler.preempted, engine.batcher.steps
-        log, busy, running = _StepLog(), [0.0], list[_Running]()
+        preempted = engine.scheduler.preempted
+        logs, phases, running = (_StepLog(), _StepLog()), step_totals(), list[_Running]()
         start = time.perf_counter()
         with cancelled_at_end(engine, (each.generation for each in running)):
-            _serve(engine, requests, sampling, log, busy, start, seen, running)
+            _serve(engine, requests, sampling, logs, phases, start, seen, running)
     found = [_times(each, start) for each in running]
     end = max(each.times[-1] for each in running)
     hits, queries = manager.hits - before[0], manager.queries - before[1]
     return LoadResult(
         requests=found,
         wall_s=end - start - requests[0].arrival_s,
-        busy_s=busy[0],
-        steps=engine.batcher.steps - steps,
+        phases=phases,
         preemptions=engine.scheduler.preempted - preempted,
         hit_rate=hits / queries if queries else 0.0,
-        nbytes=log.nbytes,
+        nbytes=sum(log.nbytes for log in logs),
     )
 
 
 def warm_up(engine: Engine, sampling: Sampling) -> None:
-    """Run each kind of step with each number of sequences that has a plan of its own."""
+    """Bind the plans of all batches, and run a step of each size and a full step of prompts.
+
+    The first runs load kernels, and libraries choose algorithms.
+    """
+    bind_batch_plans(engine, lambda what, done, total: None)
     limits, most, count = engine.limits, engine.scheduler.sequences, 1
-    long = filler_tokens(min(limits.context - 8, limits.tokens + 1), engine.vocab)
-    while True:
-        # Of two tokens: a prompt of one is computed by a decode step.
-        short = filler_prompts(count, 2, engine.vocab)
-        with submitted(engine, short, sampling, 4) as alone:
-            finish(engine, alone)
-        if limits.context > 8:  # others decode while a prompt is prefilled in several steps
-            with submitted(engine, short[1:], sampling, 8) as mixed:
-                engine.step()
-                with submitted(engine, [long], sampling, 4) as prefilled:
-                    finish(engine, [*mixed, *prefilled])
-        if count == most:
-            return
+    while count < most:
+        _run_prompts(engine, sampling, count, 2)  # a prompt of one is computed by a decode step
         count = min(2 * count, most)
+    _run_prompts(engine, sampling, most, 2)
+    _run_prompts(engine, sampling, most, max(1, min(limits.context - 8, limits.tokens // most)))
+
+
+def _run_prompts(engine: Engine, sampling: Sampling, count: int, length: int) -> None:
+    with submitted(engine, filler_prompts(count, length, engine.vocab), sampling, 4) as own:
+        finish(engine, own)
 
 
 def _serve(
-    engine: Engine, requests: Sequence[LoadRequest], sampling: Sampling, log: _StepLog,
-    busy: list[float], start: float, seen: Callable[[int], None], running: list[_Running],
+    engine: Engine, requests: Sequence[LoadRequest], sampling: Sampling,
+    logs: tuple[_StepLog, _StepLog], phases: Mapping[str, StepTotals], start: float,
+    seen: Callable[[int], None], running: list[_Running],
 ) -> None:  # fmt: skip
     """Submit requests when they are due, and run steps until all have ended.
 
-    ``running``: empty; gets all requests, as they are submitted.
+    Args:
+        engine: see `run`, as ``requests``, ``sampling`` and ``seen``.
+        logs: get the steps with prefill, and the decode steps.
+        phases: gets the steps.
+        start: when the test began.
+        running: empty; gets all requests, as they are submitted.
     """
     active: list[_Running] = []
     while len(running) < len(requests) or active:
@@ -174,8 +196,10 @@ def _serve(
         if not active:
             time.sleep(max(0.0, start + requests[len(running)].arrival_s - time.perf_counter()))
             continue
-        run_step(engine, [each.generation for each in active], (log, log))
-        busy[0] += time.perf_counter() - now
+        prefills = logs[0].begun
+        run_step(engine, [each.generation for each in active], logs)
+        kind = DECODE if logs[0].begun == prefills else PREFILL
+        phases[kind].add(time.perf_counter() - now)
         for each in active:
             _collect(each)
         active = [each for each in active if not each.generation.done]

@@ -9,6 +9,24 @@ from typing import Any
 import numpy as np
 
 PERCENTILES = (50, 90, 99)
+PREFILL, DECODE = "prefill", "decode"  # kinds of steps; a step with a part of a prompt is a prefill
+
+
+@dataclass
+class StepTotals:
+    """Number of steps of one kind, and their time in seconds."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a step."""
+        self.steps, self.seconds = self.steps + 1, self.seconds + seconds
+
+
+def step_totals() -> dict[str, StepTotals]:
+    """Return totals of no steps, by kind."""
+    return {kind: StepTotals() for kind in (PREFILL, DECODE)}
 
 
 @dataclass

@@ -309,6 +309,8 @@ def test_command_line_of_a_load_test(path, tmp_path):
     found = json.loads(call(*words, "-o", "json"))
     assert len(found["requests"]) == 6 and found["max_sequences"] == 4
     assert found["predicted"] is None and "time to first token, p90" in call(*words)
+    assert found["phases"]["decode"]["steps"] >= 2 and found["phases"]["prefill"]["steps"] >= 2
+    assert "decode step, mean, ms" in call(*words)
     file = tmp_path / "load.jsonl"
     file.write_text('{"prompt_tokens": 7, "max_tokens": 2}\n')
     text = call("bench", str(path), "--load", str(file), "--no-ceiling", "--device", "cpu")
@@ -369,6 +371,7 @@ def test_predicted_times_add_up(llm, measured):
     whole = predict(llm, "rate=0,prompt=40,output=30,requests=80,parallel=4")
     capacity = whole.capacity
     assert whole.times.rates["requests_s"] == pytest.approx(capacity.requests_s, rel=0.1)
+    assert {kind for kind, own in whole.phases.items() if own.steps} == {"prefill", "decode"}
     assert whole.busy_s == pytest.approx(whole.times.wall_s) and capacity.full == "compute"
     slow = predict(
         llm, f"rate={capacity.requests_s / 4},prompt=40,output=30,requests=80,parallel=4"
@@ -393,12 +396,12 @@ def test_the_host_works_while_a_device_decodes():
         assert found == [max(long, host), long + host, long + host, long + host]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("prompt", ["2-90", "100-120"])
 @pytest.mark.parametrize("rate", ["0", "300"])
-def test_a_load_test_compiles_nothing(path, rate, seed, monkeypatch):
-    """Nor binds: a warm-up has done it."""
-    own = graphllm.load(path, device="cpu", threads=1, context=128, max_sequences=5)
-    load = parse_load(f"rate={rate},prompt=2-90,output=1-20,requests=40,parallel=5,seed={seed}")
+def test_a_load_test_compiles_nothing(path, rate, prompt, monkeypatch):
+    """Nor binds: a warm-up has done it, also for prompts of which a step does not hold six."""
+    own = graphllm.load(path, device="cpu", threads=1, context=128, max_sequences=6)
+    load = parse_load(f"rate={rate},prompt={prompt},output=1-8,requests=40,parallel=6,seed=1")
     warm_up = load_test.warm_up
 
     def refuse(*args: object) -> None:
