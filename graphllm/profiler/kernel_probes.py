@@ -88,6 +88,7 @@ class KernelRates:
         flops: operations/s at `TOKENS` tokens, by kind and number of threads.
         spreads: excess of the best over the median repetition of ``flops``, as a share.
         steps: fixed overhead of a step in seconds, by number of threads.
+        attention_steps: the same of attention, in a decode step.
         shares: by weight format, the share of memory bandwidth that a linear of 1 token reaches.
         many: by weight format and number of tokens (`COUNTS`), the share of the kind's ``flops``
             that a linear reaches.
@@ -96,6 +97,7 @@ class KernelRates:
     flops: Table = field(default_factory=dict)
     spreads: Table = field(default_factory=dict)
     steps: dict[int, float] = field(default_factory=dict)
+    attention_steps: dict[int, float] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
     many: Table = field(default_factory=dict)
 
@@ -129,11 +131,15 @@ def measure(
         show("measuring linears", done, total)
         for form in _REFERENCE_FORMATS:
             _add_rate(found, threads, time_linear(backend, threads, form, large, TOKENS))
-        _add_rate(found, threads, _attention(backend, threads))
+        _add_rate(found, threads, _attention(backend, threads, TOKENS))
         _add_rate(found, threads, _elementwise(backend, threads))
         own = step_overhead(backend, threads, nbytes)
         if own is not None:
             found.steps[threads] = own
+        one = _attention(backend, threads, 1)
+        if one is not None and ATTENTION in found.flops:
+            rest = one.nbytes / best(threads) + one.flops / found.flops[ATTENTION][threads]
+            found.attention_steps[threads] = max(0.0, min(one.seconds) - rest)
         gc.collect()
     # With one thread, which has the memory bandwidth to itself. More threads reach the same share.
     for done, name in enumerate(FORMATS, len(counts)):
@@ -189,12 +195,13 @@ def time_linear(
     return _time_plan(executor, y, {"x": np.ones((tokens, WIDTH), np.float32)}, {})
 
 
-def _attention(backend: str, threads: int) -> StepSample | None:
-    """Time causal attention over `TOKENS` tokens; None if the backend does not run it."""
+def _attention(backend: str, threads: int, tokens: int) -> StepSample | None:
+    """Time causal attention of the last ``tokens`` of `TOKENS` tokens; None if the backend does not
+    run it."""
     heads, kv_heads = _HEAD_COUNTS
     feeds = {
-        "q": np.ones((TOKENS, heads, _HEAD_DIM), np.float32),
-        "q_start": np.array([0, TOKENS], np.int32),
+        "q": np.ones((tokens, heads, _HEAD_DIM), np.float32),
+        "q_start": np.array([0, tokens], np.int32),
         "kv_len": np.array([TOKENS], np.int32),
         "table": np.arange(TOKENS // _BLOCK, dtype=np.int32)[None],
     }
@@ -203,7 +210,7 @@ def _attention(backend: str, threads: int) -> StepSample | None:
     k, v = (state(name, (TOKENS, kv_heads, _HEAD_DIM), F16) for name in ("k", "v"))
     with scope("attention"):
         y = ops.attention(q, k, v, *small, scale=_HEAD_DIM**-0.5, block=_BLOCK)
-    pairs = TOKENS * (TOKENS + 1) // 2
+    pairs = tokens * (2 * TOKENS - tokens + 1) // 2
     return _time_plan(_executor(backend, threads, {}), y, feeds, {"kv_sum": pairs})
 
 

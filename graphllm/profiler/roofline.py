@@ -31,7 +31,7 @@ MAX_AGE = timedelta(days=1)
 # Working set of the memory probes. Caches of up to half a GB exist.
 MAX_PROBE_BYTES, MIN_PROBE_BYTES = 2 << 30, 1 << 30
 STORES = ("write", "copy")  # the kinds of `Ceilings.rates` that write
-_VERSION = 4  # of the cache entry; other versions are ignored
+_VERSION = 5  # of the cache entry; other versions are ignored
 _CACHE_FILE, _MAX_FILE_BYTES = CacheFile("ceilings.json"), 1 << 20
 
 Show = Callable[[str, int, int], None]
@@ -57,6 +57,7 @@ class Ceilings:
         roofs: the entries of ``peaks`` that bound ``float`` and ``integer`` arithmetic.
         how: instructions of each peak, or why it was not measured.
         steps: fixed overhead of a step in seconds, by count of threads.
+        attention_steps: the same of attention in a decode step, which may be several launches.
         shares: by weight format, the share of `bytes_s` that a linear of 1 token reaches.
         many: by weight format and number of tokens, the share of `flop_s` that a linear reaches.
         counted: what the counts are of: threads, or on a GPU blocks per multiprocessor.
@@ -72,6 +73,7 @@ class Ceilings:
     rates: Mapping[str, Mapping[int, float]]
     flops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     steps: Mapping[int, float] = field(default_factory=dict)
+    attention_steps: Mapping[int, float] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     many: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     caches: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
@@ -115,10 +117,16 @@ class Ceilings:
             return known[counts[-1]]
         return tokens / float(np.interp(tokens, counts, times))
 
-    def step_overhead(self, threads: int = 0) -> float:
-        """Return the fixed overhead of a step in seconds, for at most ``threads`` threads."""
-        counts = [n for n in self.steps if self._fits(n, threads)]
-        return self.steps[max(counts)] if counts else 0.0
+    def step_overhead(self, threads: int = 0, attention: bool = False) -> float:
+        """Return the fixed overhead of a step in seconds, for at most ``threads`` threads.
+
+        ``attention``: whether the step computes attention of a decode step.
+        """
+        found = 0.0
+        for table in (self.steps, self.attention_steps if attention else {}):
+            counts = [n for n in table if self._fits(n, threads)]
+            found = max(found, table[max(counts)] if counts else 0.0)
+        return found
 
     def _best(self, by_count: Mapping[int, float], threads: int) -> float:
         return max((r for n, r in by_count.items() if self._fits(n, threads)), default=0.0)
@@ -159,7 +167,10 @@ class Ceilings:
 
 def _table(c: Ceilings) -> Iterator[str]:
     """Yield a table of rates, one column per count."""
-    steps = {"fixed overhead of a step, us": c.steps} if c.steps else {}
+    overheads = {
+        "fixed overhead of a step, us": c.steps, "the same of attention, us": c.attention_steps
+    }  # fmt: skip
+    steps = {title: by for title, by in overheads.items() if by}
     kinds: list[tuple[str, Mapping[str, Mapping[int, float]], float, int]] = [
         ("{}, GB/s", c.rates, 1e-9, 1),
         ("{}, GB/s", c.caches, 1e-9, 1),
@@ -258,8 +269,9 @@ def measure(backend: str, show: Show, nbytes: int = 0) -> Ceilings:
     counts = sorted(own.memory["read"]) if by_threads else [0]
     more = kernel_probes.measure(backend, found.bytes_s, counts, size, show)
     found = replace(
-        found, flops=more.flops, steps=more.steps, shares=more.shares, many=more.many,
-        spreads={**own.spreads, **more.spreads}, others=others.share() if by_threads else None,
+        found, flops=more.flops, steps=more.steps, attention_steps=more.attention_steps,
+        shares=more.shares, many=more.many, spreads={**own.spreads, **more.spreads},
+        others=others.share() if by_threads else None,
     )  # fmt: skip
     save(found)
     return found
@@ -290,7 +302,8 @@ def _read(entry: Mapping[str, Any]) -> Ceilings:
     fields = {name: entry[name] for name in Ceilings.__dataclass_fields__}
     for name in ("rates", "flops", "caches", "peaks", "spreads", "many"):
         fields[name] = {str(kind): _numbers(row, int) for kind, row in fields[name].items()}
-    fields["steps"] = _numbers(fields["steps"], int)
+    for name in ("steps", "attention_steps"):
+        fields[name] = _numbers(fields[name], int)
     fields["shares"] = _numbers(fields["shares"], str)
     fields["roofs"] = {kind: tuple(map(str, fields["roofs"][kind])) for kind in ROOFS}
     fields["how"] = {str(kind): str(text) for kind, text in fields["how"].items()}

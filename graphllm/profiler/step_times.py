@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .. import backends as registry
 from ..compiler.plan import HOST, Plan, Step
+from ..graph.op import ATTENTION
 from ..graph.tensor import WEIGHT
 from ..ops import get
 from . import roofline
@@ -59,7 +60,10 @@ class TimePredictor:
         else:
             moved = leaf_bytes(step.node, env) * _format_slowdown(step, ceiling)
         both = _overlapped(step, moved / best, computes or 0.0)
-        return both + ceiling.step_overhead(threads)
+        attends = env["T"] == env["S"] and any(
+            kind == ATTENTION for kind, *_ in operations(step.node, env)
+        )
+        return both + ceiling.step_overhead(threads, attends)
 
     def lacking(self, plans: Sequence[Plan]) -> list[str]:
         """Return a line for each backend with a missing measurement."""

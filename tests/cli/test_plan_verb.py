@@ -224,6 +224,20 @@ def test_slower_formats(tiny, monkeypatch):
     assert by_operations == (token, pytest.approx(2 * prompt, rel=0.05))
 
 
+def test_attention_of_a_decode_step_takes_longer(tiny, monkeypatch):
+    """By its overhead in each layer, where that exceeds the overhead of any step."""
+    rates = {"read": {1: GB_S}}, {"float": {1: GFLOP_S}, "integer": {1: GFLOP_S}}, {1: 2e-6}
+    seconds = []
+    for overhead in (0.0, 1e-6, 7e-6):
+        own = Ceilings(CPU, "a machine", DATE, 1, *rates, attention_steps={1: overhead})
+        monkeypatch.setattr(roofline, "load_cached", lambda name, own=own: own)
+        run = graphllm.dry_run(RandomCheckpoint("qwen2-1.5b", "q8_0"), device=CPU, threads=1)
+        seconds.append((run.token.seconds, run.prefill.seconds))
+    (token, prompt), short, long = seconds
+    assert short == (token, prompt)
+    assert long == (pytest.approx(token + 28 * 5e-6, rel=1e-9), prompt)
+
+
 def test_operations_of_fused_steps_by_kind(tiny):
     """The FLOPs of the parts, by kind, sum to those of the fused step."""
     kinds: dict[str, set[str]] = {}

@@ -84,7 +84,8 @@ def test_measurement_is_cached(cache, measurement, monkeypatch):
     for by_count in [row for table in tables for row in table.values()]:
         assert list(by_count) == list(thread_counts(usable_cores()))
         assert min(by_count.values()) > 1e7
-    assert set(found.steps) == set(thread_counts(usable_cores()))
+    assert set(found.steps) == set(found.attention_steps) == set(thread_counts(usable_cores()))
+    assert all(0 <= seconds < 1e-3 for seconds in found.attention_steps.values())
     assert set(found.shares) == set(found.many) == set(kernel_probes.FORMATS)
     assert (
         0 < max(found.shares.values()) <= 1
@@ -259,7 +260,7 @@ def test_table():
     found = made(
         flops={"float": {1: 5e11}}, steps={1: 4e-6, 2: 5e-6}, shares={"q4_0": 0.5},
         many={"q4_0": {16: 0.51, 512: 1.02}}, caches={"L2 2 MB": {1: 2e11}},
-        peaks={"int8": {4: 3e12}}, spreads={"read": {1: 0.011, 2: 0.25}},
+        attention_steps={1: 6e-6}, peaks={"int8": {4: 3e12}}, spreads={"read": {1: 0.011, 2: 0.25}},
         how={"int8": "vpdpbusd", "f16": "not here"},
     )  # fmt: skip
     assert found.lines()[1:] == [
@@ -270,6 +271,7 @@ def test_table():
         "int8 multiply-add, GFLOP/s                         3000",
         "float at 512 tokens, GFLOP/s      500",
         "fixed overhead of a step, us      4.0      5.0",
+        "the same of attention, us         6.0",
         "share of memory bandwidth of a linear at 1 token: q4_0 50%",
         "share of FLOP/s of a linear at 16 tokens: q4_0 51%",
         "share of FLOP/s of a linear at 512 tokens: q4_0 102%",
