@@ -4,6 +4,7 @@
     python benchmarks/http_server.py --model demo -b 1,16,64 -n 64 -t 2 -r 5
     python benchmarks/http_server.py --model mistral-7b:q8_0 --device cuda -b 1,64
     python benchmarks/http_server.py --model tiny -t 1 -b 64 -n 256
+    python benchmarks/http_server.py --model mistral-7b:q4_0 --device cuda -b 64 -n 400 -k 4
 
 A model is a file, ``demo``, or SHAPE:TYPE for random weights in the shape of a real model, which
 `make_random_gguf` writes; its artificial vocabulary makes a token of each byte of a prompt.
@@ -12,11 +13,13 @@ of a small model on a GPU.
 
 Batches of all sizes run before. Each round computes ``-b`` requests at once, each with a prompt of
 its own of about 32 tokens and ``-n`` sampled tokens, first through the engine and then through a
-server on localhost. Rates are tokens per second of all requests, from the first submission to the
-last token; the ratio is that of the same round. Column ``decode``: the same ratio of the sums of
-the streams' own rates after their first token. It leaves out the beginning and the end, when the
-batch is not full, as requests come one after another through HTTP. TTFT: the median time to the
-first piece of text, which in the engine is the time of the step that ends the prompt.
+server on localhost. With ``-k``, each stream computes so many requests, one after another, so that
+most of them come while others decode. Rates are tokens per second of all requests, from the first
+submission to the last token; the ratio is that of the same round. Column ``decode``: the same ratio
+of the sums of the streams' own rates after their first token. It leaves out the beginning and the
+end, when the batch is not full, as requests come one after another through HTTP. TTFT: the median
+time of a request to its first piece of text, which in the engine is the time of the step that ends
+the prompt.
 
 The client is this process. It must take no time of the cores that the server needs, so it leaves
 the streams in the buffers of its sockets after their first text, and sleeps until the server
@@ -84,27 +87,37 @@ class Round(NamedTuple):
     client_us: float = 0.0
 
 
+class Times(NamedTuple):
+    """Times of a request in seconds: its submission, its first and its last text."""
+
+    begin: float
+    first: float
+    end: float
+
+
 def prompts(count: int) -> list[str]:
     """Different texts of about 32 tokens."""
     return [" ".join(_WORDS[(i + 5 * j) % 12] for j in range(28)) + f" {i}" for i in range(count)]
 
 
-def through_engine(llm: graphllm.LLM, texts: list[str], tokens: int) -> Round:
-    """Compute the requests in this process."""
+def through_engine(llm: graphllm.LLM, texts: list[str], tokens: int, count: int) -> Round:
+    """Compute the requests in this process, at most ``count`` at once."""
     start, firsts, ends = time.perf_counter(), dict[int, float](), dict[int, float]()
     for index, _ in llm.stream(texts, max_tokens=tokens, **_SETTINGS):
-        ends[index] = time.perf_counter() - start
+        ends[index] = time.perf_counter()
         firsts.setdefault(index, ends[index])
-    return Round(*rates(firsts, ends, tokens))
+    # A request that waits for another one's end is submitted then by a client.
+    begins = [start] * count + sorted(ends.values())
+    times = [Times(begins[i], firsts[each], ends[each]) for i, each in enumerate(sorted(firsts))]
+    return Round(*rates(times, tokens, count))
 
 
-def rates(
-    firsts: dict[int, float], ends: dict[int, float], tokens: int
-) -> tuple[float, float, float]:
-    """Return the first fields of a `Round`, given the times of the streams' first and last text."""
-    decode = sum((tokens - 1) / max(ends[each] - firsts[each], 1e-9) for each in firsts)
-    ttft = 1e3 * median(firsts.values())
-    return len(firsts) * tokens / max(ends.values()), decode, ttft
+def rates(times: list[Times], tokens: int, count: int) -> tuple[float, float, float]:
+    """Return the first fields of a `Round` of ``count`` streams."""
+    wall = max(each.end for each in times) - min(each.begin for each in times)
+    own = sum((tokens - 1) / max(each.end - each.first, 1e-9) for each in times)
+    ttft = 1e3 * median(each.first - each.begin for each in times)
+    return len(times) * tokens / wall, own * count / len(times), ttft
 
 
 def post(port: int, text: str, tokens: int) -> socket.socket:
@@ -117,27 +130,33 @@ def post(port: int, text: str, tokens: int) -> socket.socket:
     return found
 
 
-def through_http(port: int, server: int, texts: list[str], tokens: int) -> Round:
-    """Compute the requests in a server; ``server``: its process id."""
-    start, cpu, loop = time.perf_counter(), time.process_time(), loop_seconds(server)
-    poll, firsts, ends = select.epoll(), dict[int, float](), dict[int, float]()
-    streams = {each.fileno(): each for each in (post(port, text, tokens) for text in texts)}
-    data = dict.fromkeys(streams, b"")
-    for number in streams:
+def through_http(port: int, server: int, texts: list[str], tokens: int, count: int) -> Round:
+    """Compute the requests in a server, ``count`` at once; ``server``: its process id."""
+    cpu, loop = time.process_time(), loop_seconds(server)
+    poll, waiting = select.epoll(), texts[::-1]
+    streams, data = dict[int, socket.socket](), dict[int, bytes]()
+    begins, firsts, ends = dict[int, float](), dict[int, float](), dict[int, float]()
+
+    def submit() -> None:
+        begin, stream = time.perf_counter(), post(port, waiting.pop(), tokens)
+        number = stream.fileno()
+        streams[number], data[number], begins[number] = stream, b"", begin
         poll.register(number, select.EPOLLIN | select.EPOLLRDHUP)
-    running = set(streams)
-    while running:
+
+    for _ in range(count):
+        submit()
+    while len(ends) < len(texts):
         for number, events in poll.poll():
             if b'"text":' not in data[number]:
                 data[number] += streams[number].recv(1 << 16)
                 if b'"text":' in data[number]:
-                    firsts[number] = time.perf_counter() - start
+                    firsts[number] = time.perf_counter()
                     poll.modify(number, select.EPOLLRDHUP)
             elif events & select.EPOLLRDHUP:
-                ends[number] = time.perf_counter() - start
-                running.remove(number)
+                ends[number] = time.perf_counter()
                 poll.unregister(number)
-    count = len(texts) * tokens
+                if waiting:
+                    submit()
     spent = time.process_time() - cpu, loop_seconds(server) - loop
     for number, each in streams.items():
         while more := each.recv(1 << 16):
@@ -146,8 +165,9 @@ def through_http(port: int, server: int, texts: list[str], tokens: int) -> Round
         if b"[DONE]" not in data[number]:
             raise SystemExit("error: a stream ended early")
     poll.close()
-    own = rates(firsts, ends, tokens)
-    return Round(*own, 1e6 * spent[1] / count, 1e6 * spent[0] / count)
+    own = rates([Times(begins[n], firsts[n], ends[n]) for n in streams], tokens, count)
+    per_token = 1e6 / (len(texts) * tokens)
+    return Round(*own, per_token * spent[1], per_token * spent[0])
 
 
 def loop_seconds(process: int) -> float:
@@ -211,10 +231,13 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("-b", dest="batches", default="1,16,64", help="Requests at once.")
     parser.add_argument("-n", dest="tokens", type=int, default=64)
+    parser.add_argument("-k", dest="each", type=int, default=1, help="Requests of a stream.")
     parser.add_argument("-t", dest="threads", type=int, default=2)
     parser.add_argument("-r", dest="rounds", type=int, default=5)
     opts = parser.parse_args()
     batches = [int(each) for each in opts.batches.split(",")]
+    if opts.each > 1 and len(batches) > 1:
+        parser.error("-k needs one number of -b, as the engine computes as many requests at once")
     print(f"{cpu_name()}; {isa()}; {opts.threads} threads, {opts.tokens} tokens each")
     print(f"{opts.model} on {opts.device}")
     print(
@@ -230,14 +253,14 @@ def main() -> None:
         server(model, most, opts.threads, opts.device) as (port, process),
     ):
         for count in warm_up_sizes(most):
-            through_engine(llm, prompts(count), 4)
-            through_http(port, process, prompts(count), 4)
+            through_engine(llm, prompts(count), 4, count)
+            through_http(port, process, prompts(count), 4, count)
         for count in batches:
             own, http = list[Round](), list[Round]()
             for _ in range(opts.rounds + 1):
-                texts = prompts(count)
-                own.append(through_engine(llm, texts, opts.tokens))
-                http.append(through_http(port, process, texts, opts.tokens))
+                texts = prompts(opts.each * count)
+                own.append(through_engine(llm, texts, opts.tokens, count))
+                http.append(through_http(port, process, texts, opts.tokens, count))
             del own[0], http[0]
             whole = spread([b.rate / a.rate for a, b in zip(own, http)])
             decode = spread([b.decode / a.decode for a, b in zip(own, http)])
