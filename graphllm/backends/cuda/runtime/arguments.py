@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -53,6 +53,11 @@ class ArgumentStruct:
         """All fields by name, in order."""
         return self._layout[0]
 
+    @cached_property
+    def _given(self) -> Set[str]:
+        """Names of the fields that `pack` takes."""
+        return self.fields.keys() - {"padding"}
+
     @property
     def size(self) -> int:
         """sizeof the struct."""
@@ -72,8 +77,8 @@ class ArgumentStruct:
             TypeError: a field is missing or unknown.
             ValueError: the bytes of a nested struct, or the elements of an array, do not fit.
         """
-        wrong = sorted(values.keys() ^ (self.fields.keys() - {"padding"}))
-        if wrong:
+        if values.keys() != self._given:
+            wrong = sorted(values.keys() ^ self._given)
             raise TypeError(f"{self.file}: struct {self.name}: missing or unknown: {wrong}")
         packed = bytearray(self.size)
         for name, value in values.items():

@@ -62,13 +62,14 @@ class InFlight:
     """The launches of a segment that may still run when the next one starts."""
 
     def __init__(self) -> None:
-        self._writes: list[tuple[Region, ...]] = []  # of each launch, in order
+        # Once each: launches of all layers write the same regions of the arena.
+        self._writes: dict[tuple[int, int, int], Region] = {}
 
     def add(self, writes: tuple[Region, ...], ordering: Ordering) -> None:
         """Append a launch, and drop those that have completed when its successor starts."""
         if not ordering.overlaps or ordering.triggers_after_wait:
             self._writes.clear()
-        self._writes.append(writes)
+        self._writes.update({(id(own.buffer), own.start, own.stop): own for own in writes})
 
     def drain(self) -> None:
         """Note that the next launch starts after everything before it has completed."""
@@ -76,5 +77,5 @@ class InFlight:
 
     def writes_any(self, regions: Iterable[Region]) -> bool:
         """Whether a launch that may still run writes one of the regions."""
-        pending = [each for writes in self._writes for each in writes]
+        pending = self._writes.values()
         return any(wanted.overlaps(each) for wanted in regions for each in pending)
