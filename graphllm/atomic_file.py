@@ -35,7 +35,7 @@ class AtomicFile:
     def __init__(self, path: Path, replace: bool) -> None:
         check_output(path, replace)
         self.path, self._replace = path, replace
-        self._target = path.resolve()
+        self._target = Path(os.path.realpath(path))  # `resolve` fails at a loop of links
         self._part = _temporary(self._target)
         self._file: BinaryIO
         self.nbytes = 0  # written so far
@@ -134,7 +134,7 @@ class AtomicDirectory:
     def __init__(self, path: Path, replace: bool) -> None:
         check_output_directory(path, replace)
         self.path, self._replace = path, replace
-        self._target = path.resolve()
+        self._target = Path(os.path.realpath(path))  # `resolve` fails at a loop of links
         self._part = _temporary(self._target)
 
     def __enter__(self) -> Path:

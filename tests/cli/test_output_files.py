@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from graphllm.atomic_file import AtomicDirectory, AtomicFile
 from graphllm.checkpoints.model_files import check_not_input, model_files
 from graphllm.cli import app
+from graphllm.cli.output import OutputError, check_writable
 from graphllm.errors import RequestError
 
 
@@ -160,6 +161,19 @@ def test_permissions_of_files(umask, tmp_path):
         file.write(b"2")
     assert _mode(new) == 0o604 and new.read_bytes() == b"2"
     assert link.is_symlink() and broken.is_symlink()
+
+
+def test_a_loop_of_links(tmp_path):
+    """It leads to no file: one that is written takes the place of the link."""
+    link, other = tmp_path / "link.json", tmp_path / "other"
+    link.symlink_to(other)
+    other.symlink_to(link)
+    with pytest.raises(OutputError, match=r"-o .*/x.json: No such file or directory"):
+        check_writable(other / "x.json")
+    check_writable(link)
+    with AtomicFile(link, replace=True) as file:
+        file.write(b"1")
+    assert link.read_bytes() == b"1" and not link.is_symlink()
 
 
 def test_a_replaced_file_keeps_its_owner(monkeypatch, tmp_path):
