@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from .declarations import Option
-from .options import Device, ModelDef, Threads, read_text
+from .options import Device, ModelDef, Threads, read_text_file
 
 if TYPE_CHECKING:
     from ..embedding.encoder_model import EncoderModel
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TextFile = Annotated[
     Path | None,
-    Option("-f", "--file", help="Text file, one text per line; standard input by default."),
+    Option("-f", "--file", help="Text file, one text per line; - or none: standard input."),
 ]
 NoTruncate = Annotated[
     bool, Option("--no-truncate", help="Report texts that are too long as an error.")
@@ -24,11 +24,11 @@ NoTruncate = Annotated[
 
 
 def text_lines(file: Path | None) -> list[str]:
-    """Return the lines of a file, or of standard input.
+    """Return the lines of a file, or of standard input (None or ``-``).
 
     Empty lines count; the end of the last line does not.
     """
-    lines = read_text(file).split("\n")
+    lines = read_text_file(file or Path("-")).split("\n")
     return lines if lines[-1] else lines[:-1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,6 +19,8 @@ import pytest
 import tiny_models as tiny
 from cpu_time import children_cpu_seconds, cpu_seconds
 from pseudo_terminal import without_progress
+
+from graphllm.cli.encoder_options import text_lines
 
 COMMAND = [sys.executable, "-m", "graphllm"]
 
@@ -264,6 +267,13 @@ def test_text_begins_with_the_prompt_and_repeats_with_the_seed(model):
     ask = ("run", model, "-p", "hello", "-n", "6", "--ignore-eos", "-s")
     a, b, c = call(*ask, "5"), call(*ask, "5"), call(*ask, "6")
     assert a.stdout.startswith("hello") and a.stdout == b.stdout != c.stdout
+
+
+@pytest.mark.parametrize("file", [None, Path("-")])
+def test_the_texts_of_an_encoder_from_standard_input(file, monkeypatch):
+    """Empty lines count."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\n\ntwo\n")))
+    assert text_lines(file) == ["one", "", "two"]
 
 
 def test_prompt_from_file_and_standard_input(model, tmp_path):
