@@ -18,13 +18,21 @@ from ... import Bound, Operand
 from ...kernel_context import span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Region:
     """Bytes [start, stop) of a device buffer, which is compared by identity."""
 
     buffer: Any
     start: int
     stop: int
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Region) or self.buffer is not other.buffer:
+            return False
+        return (self.start, self.stop) == (other.start, other.stop)
+
+    def __hash__(self) -> int:
+        return hash((self.start, self.stop))
 
     def overlaps(self, other: Region) -> bool:
         same = self.buffer is other.buffer
@@ -63,13 +71,13 @@ class InFlight:
 
     def __init__(self) -> None:
         # Once each: launches of all layers write the same regions of the arena.
-        self._writes: dict[tuple[int, int, int], Region] = {}
+        self._writes = set[Region]()
 
     def add(self, writes: tuple[Region, ...], ordering: Ordering) -> None:
         """Append a launch, and drop those that have completed when its successor starts."""
         if not ordering.overlaps or ordering.triggers_after_wait:
             self._writes.clear()
-        self._writes.update({(id(own.buffer), own.start, own.stop): own for own in writes})
+        self._writes.update(writes)
 
     def drain(self) -> None:
         """Note that the next launch starts after everything before it has completed."""
@@ -77,5 +85,4 @@ class InFlight:
 
     def writes_any(self, regions: Iterable[Region]) -> bool:
         """Whether a launch that may still run writes one of the regions."""
-        pending = self._writes.values()
-        return any(wanted.overlaps(each) for wanted in regions for each in pending)
+        return any(wanted.overlaps(each) for wanted in regions for each in self._writes)
