@@ -235,10 +235,11 @@ class Device(Protocol):
     def free(self) -> int | None:
         """Return the bytes that can still be allocated; None if unknown."""
 
-    def write(self, values: Sequence[tuple[Operand, np.ndarray]]) -> None:
-        """Write data of each operand's shape to it; for a block format its rows as uint8.
+    def writer(self, values: Sequence[tuple[Operand, np.ndarray]]) -> Callable[[], None]:
+        """Return a function that writes data of each operand's shape to it, for repeated calls.
 
-        The caller may change the data when this returns.
+        For a block format the data are its rows as uint8. Each call writes what the arrays hold at
+        the time; the caller may change it when the call returns.
         """
 
     def copy_out(self, operand: Operand) -> np.ndarray:

@@ -28,9 +28,12 @@ class LazyDevice(HostDevice):
         while self.queue:
             self.queue.popleft()()
 
-    def write(self, values) -> None:
-        kept = [(operand, data.copy()) for operand, data in values]
-        self.queue.append(lambda: HostDevice.write(self, kept))
+    def writer(self, values) -> Callable[[], None]:
+        def write() -> None:
+            kept = [(operand, data.copy()) for operand, data in values]
+            self.queue.append(HostDevice.writer(self, kept))
+
+        return write
 
     def copy_out(self, operand) -> np.ndarray:
         self.finish()
