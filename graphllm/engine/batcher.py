@@ -122,19 +122,14 @@ class Batcher:
                 return True
             if self.speculation is not None:
                 chunks = self.speculation.extend(chunks, rows)
-            self._launch(chunks, rows, decode)
+            self.runner.decode(chunks, rows, decode)
+            self._launched.append(chunks)
         elif _has_drafts(self._launched[0]):
             self._began += time.perf_counter() - self._paused
         else:
             self._began = time.perf_counter()
         self._finish_decode(decode)
         return True
-
-    def _launch(self, chunks: list[Chunk], rows: list[Row], recorder: StepRecorder | None) -> None:
-        """Launch a decode step, whose draft tokens have rows of their own."""
-        own = (chunks, rows) if self.speculation is None else self.speculation.split(chunks, rows)
-        self.runner.decode(*own, recorder)
-        self._launched.append(chunks)
 
     def _start(self, chunks: Sequence[Chunk]) -> list[Row]:
         """Return the rows of ``chunks``, and note when the first step of each request begins."""
@@ -264,7 +259,8 @@ class Batcher:
         assert self.speculation is not None
         following = self.speculation.extend(following, [*rows])
         if _has_drafts(following):
-            self._launch(following, [*rows], recorder)
+            self.runner.decode(following, [*rows], recorder)
+            self._launched.append(following)
 
     def _following(self, chunks: Sequence[Chunk]) -> list[Chunk] | None:
         """Return the decode step after ``chunks`` if it is known to be that of the same batch."""

@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from .generation import Generation
-from .logits_processors import LogitsProcessor
 from .prompt_lookup import PromptLookup
 from .sampling_feeds import Row
 from .scheduler import Scheduler
-from .sequence import ActiveSequence, Chunk
+from .sequence import Chunk
 from .step_result import StepResult
 from .step_times import StepTimes
-
-if TYPE_CHECKING:
-    from .grammar import GrammarState
 
 _LEAST_GAIN = 1.03  # expected gain below which no draft is computed
 _LEAST_RATE = 0.1  # probability of a draft's acceptance below which it is not computed
@@ -162,26 +157,6 @@ class Speculation:
             counts[sequence] += 1
         return counts
 
-    def split(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> tuple[list[Chunk], list[Row]]:
-        """Return a decode step in which each draft token has a chunk and a row of its own.
-
-        Those of a request have one sequence, with all of its drafts. So the step has the plans and
-        kernels of a decode step of as many sequences.
-        """
-        found, own = list[Chunk](), list[Row]()
-        for chunk, row in zip(chunks, rows):
-            if not chunk.drafts:
-                found.append(chunk)
-                own.append(row)
-                continue
-            tokens = [*chunk.sequence.tokens, *chunk.drafts]
-            sequence = replace(chunk.sequence, tokens=tokens, origin=chunk.sequence)
-            for shift in range(len(chunk.drafts) + 1):
-                start = chunk.start + shift
-                found.append(Chunk(sequence, start, start + 1, True))
-                own.append(_DraftRow(row, sequence, shift))
-        return found, own
-
     def accept(self, chunks: Sequence[Chunk], result: StepResult) -> tuple[list[Chunk], StepResult]:
         """Append the accepted draft tokens to their sequences.
 
@@ -212,29 +187,6 @@ class Speculation:
         drafts = sum(len(chunk.drafts) for chunk in chunks)
         self._times.note(len(chunks) + drafts, drafts > 0, seconds - self.predicting_s)
         self.predicting_s = 0.0
-
-
-class _DraftRow:
-    """A row of a step that computes draft tokens behind the last token of ``row``; see `Row`.
-
-    Args:
-        row: the request.
-        sequence: its tokens, and all of the draft tokens.
-        drafts: how many of these the row has computed before.
-    """
-
-    asks_candidates = False
-    processors: Sequence[LogitsProcessor] = ()
-    grammar: GrammarState | None = None
-
-    def __init__(self, row: Row, sequence: ActiveSequence, drafts: int) -> None:
-        self.sequence, self.sampling, self.settings = sequence, row.sampling, row.settings
-        self.stages, self.asks_logprobs = row.stages, row.asks_logprobs
-        self.count, self.blocks = row.count + drafts, row.blocks
-
-    def prompt_positions(self, start: int, stop: int) -> range:
-        """Return no position: the prompt is computed."""
-        return range(0)
 
 
 def _lookup(row: Row) -> PromptLookup:

@@ -86,6 +86,32 @@ def test_the_next_step_is_launched_before_results_are_delivered(path, monkeypatc
     assert not engine.step() and set(engine.manager.held.values()) == {0}
 
 
+def test_steps_with_as_many_rows_share_a_loop(path, monkeypatch):
+    """Also those of other requests, with other settings, and of plain steps between them."""
+    asked = [
+        ([5, 9, 30 + 3 * seed, 31], Sampling(temperature=0.5 + seed / 4, max_tokens=40, seed=seed))
+        for seed in range(4)
+    ]
+    single = windowed_model.make_engine(path)
+    want = [answer(single, *each) for each in asked]
+    predict_answers(monkeypatch, asked, want)
+    engine, made = speculating(path), []
+    make = engine.executor.decode_loop
+
+    def counting(plan, feeds, env, *call, **more):
+        made.append((env["T"], len(feeds)))
+        return make(plan, feeds, env, *call, **more)
+
+    monkeypatch.setattr(engine.executor, "decode_loop", counting)
+    have = [collect(engine, {0: engine.submit(*each, ())})[0] for each in asked]
+    assert have == want and engine.batcher.speculation.accepted > 20
+    fed = [rows for rows, feeds in made if feeds > 2]
+    assert len(fed) == len(set(fed)) == 3  # 1, 4, and 3 before the last token
+    engine.clear_cache()  # and loops
+    assert answer(engine, *asked[0]) == want[0]
+    assert len([rows for rows, feeds in made if feeds > 2]) > len(fed)
+
+
 @pytest.mark.parametrize("where", ["take", "accept", "complete", "push"])
 def test_an_interrupted_step_loses_and_repeats_nothing(path, monkeypatch, where):
     asked = requests(random.Random(SEED + 1), 12)
