@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from .sampling_feeds import history_ring
 from .sequence import Chunk
 from .sequence_blocks import SequenceBlocks
 
-_COLUMNS = ("ids", "pos", "kv_len", "prefix_len", "count")  # an i32 for each row
+_COLUMNS = ("ids", "pos", "kv_len", "prefix_len", "count")  # a value for each row
 
 
 class DecodeFeeds:
@@ -34,45 +35,42 @@ class DecodeFeeds:
     def __init__(
         self, manager: BlockManager, rows: int, names: Container[str], history: int
     ) -> None:
-        self._manager = manager
-        self._columns = np.zeros((len(_COLUMNS), rows), np.int32)
-        self._index, self._starts = (np.arange(n, dtype=np.int32) for n in (rows, rows + 1))
+        self._block = manager.block
+        columns = [*_COLUMNS, *(f"slot.{name}" for name in manager.pools)]
+        self._values = np.zeros((len(columns) + 1) * rows + 1, np.int32)  # and q_start
+        values, starts = np.split(self._values, [len(columns) * rows])
+        starts[:] = np.arange(rows + 1)
+        self._tables = [np.zeros((rows, manager.width), np.int32) for _ in manager.pools]
         self._history = np.zeros((rows, history), np.int32)
-        self._tables = {  # and slots, by cache group
-            name: (np.zeros((rows, manager.width), np.int32), np.zeros(rows, np.int32))
-            for name in manager.pools
-        }
-        own = {"q_start": self._starts, "rows": self._index, **dict(zip(_COLUMNS, self._columns))}
+        own = dict(zip(columns, values.reshape(-1, rows)))
+        own |= {"q_start": starts, "rows": np.arange(rows, dtype=np.int32)}
+        own |= zip((f"table.{name}" for name in manager.pools), self._tables)
         if history:
             own["history"] = self._history
-        for name, (table, slots) in self._tables.items():
-            own |= {f"table.{name}": table, f"slot.{name}": slots}
         self.arrays = {name: each for name, each in own.items() if name in names}
 
     def fill(self, chunks: Sequence[Chunk], blocks: Sequence[SequenceBlocks]) -> dict[str, int]:
         """Set the arrays to the feeds of a step; return numbers of pairs, as `forward_feeds` does.
 
-        ``blocks``: those of each chunk.
+        ``blocks``: those of each chunk. The values are lists first: a step has few rows, and each
+        call of NumPy takes as long as some of these.
         """
-        ids, pos, ends, prefixes, counts, starts = ([] for _ in range(6))  # type: ignore[var-annotated]
-        tables = list[dict[str, np.ndarray]]()
-        for (sequence, start, _, _, drafts), held in zip(chunks, blocks):
-            rows, count = len(drafts) + 1, start + 1 - sequence.prompt_tokens
-            starts += [len(ids)] * rows
+        ids, pos, ends, prefixes, counts, starts = (list[int]() for _ in range(6))
+        slots, block = [list[int]() for _ in self._tables], self._block
+        for (sequence, start, stop, _, drafts), held in zip(chunks, blocks):
+            first, rows, count = len(ids), len(drafts) + 1, stop - sequence.prompt_tokens
+            own = range(start, start + rows)
             ids += sequence.tokens[start], *drafts
-            pos += range(start, start + rows)
-            ends += range(start + 1, start + 1 + rows)
+            pos += own
+            ends += range(stop, stop + rows)
             prefixes += [sequence.prefix] * rows
             counts += range(count, count + rows)
-            tables += [held.tables] * rows
+            starts += [first] * rows
+            for table, kept, found in zip(self._tables, held.tables.values(), slots):
+                table[first : first + rows] = kept
+                found += [kept.item(at // block) * block + at % block for at in own]
         starts.append(len(ids))
-        self._columns[:], self._starts[:] = (ids, pos, ends, prefixes, counts), starts
-        block = self._manager.block
-        whole, rest = np.divmod(self._columns[1], block)
-        for name, (table, slots) in self._tables.items():
-            np.concatenate([each[name] for each in tables], out=table.reshape(-1))
-            np.multiply(table[self._index, whole], block, out=slots)
-            slots += rest
+        self._values[:] = [*chain(ids, pos, ends, prefixes, counts, *slots, starts)]
         if self._history.size:
             self._fill_history(chunks)
         return {"kv_sum": sum(ends), "prefix_sum": sum(prefixes)}

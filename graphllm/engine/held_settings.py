@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 
 import numpy as np
 
@@ -47,16 +48,21 @@ class HeldSettings:
 
     def write(self, names: set[str], rows: Sequence[Row]) -> None:
         """Write the settings among ``names`` of a step that the device does not hold."""
-        known = len(rows) <= len(self._settings) and all(
-            row.settings is last for row, last in zip(rows, self._settings)
-        )
-        if not known:
+        own, last = [row.settings for row in rows], self._settings
+        if len(own) > len(last) or not all(map(is_, own, last)):
             self._held = set()
-        open_masks = len(rows) <= self._open_masks and not any(row.grammar for row in rows)
-        held = self._held | {MASK} if open_masks else self._held
-        written = self._buffers.written
-        if missing := {name for name in names if name not in held or not written(name)}:
+        missing = names - self._held
+        if len(own) <= self._open_masks and not any(row.grammar for row in rows):
+            missing.discard(MASK)
+        if missing:
             self._buffers.write(self.feeds(missing, rows))
+
+    def forget_unwritten(self, names: set[str]) -> None:
+        """Note that the leaves ``names`` may have got further buffers."""
+        unwritten = {name for name in names if not self._buffers.written(name)}
+        self._held -= unwritten
+        if MASK in unwritten:
+            self._open_masks = 0
 
     def forget(self, masks: bool = True) -> None:
         """Forget what the device has; ``masks``: those of allowed ids, too."""

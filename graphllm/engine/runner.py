@@ -263,8 +263,7 @@ class Runner:
 
     def copy_blocks(self, copies: Rows[BlockCopy]) -> None:
         """Copy KV cache blocks on the device, behind the steps that were launched."""
-        names = [name for name in self.outputs if name.startswith(COPIED)]
-        copied = {name: self.outputs[name] for name in names}
+        copied = {n: node for n, node in self.outputs.items() if n.startswith(COPIED)}
         most = FEW_COPIES if len(copies) <= FEW_COPIES else MAX_COPIES
         plan = self.executor.compile(copied, {"M": (1, most)})
         for feeds in copy_feeds(copies, self.caches):
@@ -320,6 +319,7 @@ class Runner:
         history = self.limits.history if _stages(rows) >= PROCESSED else 0
         if not advanced:
             self.executor.bind(plan)
+            self._settings.forget_unwritten(settings)
             self._settings.write(settings, rows)
         feeds = DecodeFeeds(self.manager, count, names, history)
         env, counts = {"T": count, "S": count, "Q": count + 1, "N": count}, dict[str, int]()
