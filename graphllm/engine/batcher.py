@@ -226,25 +226,27 @@ class Batcher:
         if self.speculation is not None and drafts:
             began, self._began = self._began, time.perf_counter()
             self.speculation.note_step(chunks, self._began - began)
-            chunks, result = self.speculation.accept(chunks, result)
+            sampled = result.ids.tolist()
+            chunks, kept = self.speculation.accept(chunks, sampled)
+            if ahead:  # first, since the device waits for it
+                self._draft_ahead(chunks, [sampled[row] for row in kept], recorder)
+            result = result.at(kept)
         self.scheduler.complete(chunks)
-        if drafts and ahead:
-            self._draft_ahead(chunks, result, recorder)
         self._finish(chunks, result)
         if self.speculation is not None and not drafts:
             self.speculation.note_step(chunks, time.perf_counter() - self._began)
 
     def _draft_ahead(
-        self, chunks: Sequence[Chunk], result: StepResult, recorder: StepRecorder | None
+        self, chunks: Sequence[Chunk], sampled: Sequence[int], recorder: StepRecorder | None
     ) -> None:
-        """Launch the step after one with draft tokens, which was completed, if it has some, too.
+        """Launch the step after one with draft tokens, if it has some, too.
 
-        The tokens of ``result`` are appended to their sequences, but not delivered.
+        The tokens ``sampled`` are appended to their sequences, but not delivered.
         """
         rows, first = dict[Generation, list[int]](), 0
         for chunk in chunks:
             row, count = self._rows.get(chunk.sequence), len(chunk.drafts) + 1
-            ids, first = result.ids[first : first + count].tolist(), first + count
+            ids, first = sampled[first : first + count], first + count
             if not isinstance(row, Generation) or row.may_end(ids):
                 return
             rows[row] = ids

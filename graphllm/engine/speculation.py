@@ -11,14 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-
 from .generation import Generation
 from .prompt_lookup import PromptLookup
 from .sampling_feeds import Row
 from .scheduler import Scheduler
 from .sequence import Chunk
-from .step_result import StepResult
 from .step_times import StepTimes
 
 _LEAST_GAIN = 1.03  # expected gain below which no draft is computed
@@ -157,30 +154,30 @@ class Speculation:
             counts[sequence] += 1
         return counts
 
-    def accept(self, chunks: Sequence[Chunk], result: StepResult) -> tuple[list[Chunk], StepResult]:
+    def accept(
+        self, chunks: Sequence[Chunk], sampled: Sequence[int]
+    ) -> tuple[list[Chunk], list[int]]:
         """Append the accepted draft tokens to their sequences.
 
         Args:
-            chunks: the step before `split`.
-            result: what its rows sampled.
+            chunks: the step.
+            sampled: the ids that its rows sampled.
 
         Returns:
-            The chunks with the accepted drafts only, and the rows of ``result`` that are left.
+            The chunks with the accepted drafts only, and the rows that are left.
         """
-        found, kept, first, sampled = list[Chunk](), list[int](), 0, result.ids.tolist()
-        for chunk in chunks:
-            count, most = 0, len(chunk.drafts)
-            while count < most and chunk.drafts[count] == sampled[first + count]:
+        found, kept, first = list[Chunk](), list[int](), 0
+        for sequence, start, stop, samples, drafts in chunks:
+            count, most = 0, len(drafts)
+            while count < most and drafts[count] == sampled[first + count]:
                 count += 1
             kept += range(first, first + count + 1)
             first += most + 1
             if most:
                 self._drafter.note_outcome(most, count)
-            chunk.sequence.tokens.extend(chunk.drafts[:count])
-            found.append(chunk._replace(stop=chunk.stop + count, drafts=chunk.drafts[:count]))
-        arrays = zip(result._fields, result)
-        left = {name: each[kept] for name, each in arrays if isinstance(each, np.ndarray)}
-        return found, StepResult.of(left)
+            sequence.tokens += drafts[:count]
+            found.append(Chunk(sequence, start, stop + count, samples, drafts[:count]))
+        return found, kept
 
     def note_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """Note the time of a decode step, from its start before `extend` on."""

@@ -68,10 +68,17 @@ def test_the_next_step_is_launched_before_results_are_delivered(path, monkeypatc
     single = windowed_model.make_engine(path)
     want = answer(single, prompt, sampling)
     predict_answers(monkeypatch, [(prompt, sampling)], [want])
-    engine, launched = speculating(path), []
+    engine, launched, completed = speculating(path), [], []
+    complete = engine.scheduler.complete
 
     def listener(last: bool) -> None:
         launched.append(engine.batcher.runner.waiting)
+
+    def completing(chunks) -> None:
+        completed.append(engine.batcher.runner.waiting)
+        complete(chunks)
+
+    monkeypatch.setattr(engine.scheduler, "complete", completing)
 
     generation = engine.submit(prompt, sampling, (), delivery=Delivery(listener=listener))
     ids = []
@@ -82,6 +89,7 @@ def test_the_next_step_is_launched_before_results_are_delivered(path, monkeypatc
         generation.events.clear()
     assert [token for token in ids if token is not None] == ids_of(want)
     assert generation.accepted > 5 and sum(launched) > len(launched) // 2
+    assert sum(completed) > len(completed) // 2
     assert engine.batcher.runner.waiting == 0 and generation.undelivered == 0
     assert not engine.step() and set(engine.manager.held.values()) == {0}
 
