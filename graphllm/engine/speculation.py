@@ -129,22 +129,21 @@ class Speculation:
             room: maximum number of draft tokens.
         """
         counts, sequences = [0] * len(rates), len(rates)
-        ordered = sorted(
-            (
-                (rate, -depth, s)
-                for s, each in enumerate(rates)
-                for depth, rate in enumerate(each, 1)
-                if rate > _LEAST_RATE
-            ),
-            reverse=True,
-        )[:room]
+        ordered = [
+            (rate, -depth, s)
+            for s, each in enumerate(rates)
+            for depth, rate in enumerate(each, 1)
+            if rate > _LEAST_RATE
+        ]
+        ordered = sorted(ordered, reverse=True)[:room]
         if not ordered:
             return counts
         tokens, least, chosen = float(sequences), self._times.plain(sequences) / sequences, 0
         least, longest = least / _LEAST_GAIN, 0
-        for number, (rate, depth, _) in enumerate(ordered, 1):
+        times = self._times.with_drafts(range(sequences + 1, sequences + len(ordered) + 1))
+        for number, ((rate, depth, _), seconds) in enumerate(zip(ordered, times), 1):
             tokens, longest = tokens + rate, max(longest, -depth)
-            seconds = self._times.with_drafts(sequences + number) + self._drafter.seconds(longest)
+            seconds += self._drafter.seconds(longest)
             if seconds / tokens < least:
                 least, chosen = seconds / tokens, number
         if not chosen:
