@@ -237,7 +237,7 @@ class Batcher:
             self.speculation.note_step(chunks, time.perf_counter() - self._began)
 
     def _draft_ahead(
-        self, chunks: Sequence[Chunk], sampled: Sequence[int], recorder: StepRecorder | None
+        self, chunks: Sequence[Chunk], sampled: list[int], recorder: StepRecorder | None
     ) -> None:
         """Launch the step after one with draft tokens, if it has some, too.
 

@@ -29,6 +29,7 @@ from .step_result import StepResult, TokenLogprobs
 
 LOGPROBS = ("logprobs", "top_ids", "top_logprobs")  # fields of `StepResult`
 CANDIDATES = ["candidate_ids", "candidate_logprobs"]  # fields of `StepResult`, and outputs
+_MAX_KEPT = 32  # decode loops, of more numbers of rows than draft tokens give one sequence
 _NOTHING = StepResult(np.zeros(0, np.int32))  # of a step that samples no sequence
 
 
@@ -297,12 +298,10 @@ class Runner:
     def _fed(self, chunks: Rows[Chunk], rows: list[Row], recorder: StepRecorder | None) -> _Loop:
         """Return the loop of a step, fed with the values of the step."""
         own = [row for chunk, row in zip(chunks, rows) for _ in range(len(chunk.drafts) + 1)]
-        key = len(own), *_outputs("ids", rows)
-        if recorder is not self._recorder:
+        key: tuple[int | str, ...] = len(own), *_outputs("ids", rows)
+        if recorder is not self._recorder or len(self._kept) == _MAX_KEPT:
             self._recorder, self._kept = recorder, {}
-        if key not in self._kept:
-            self._kept[key] = self._new_loop(own, recorder)
-        loop = self._kept[key]
+        loop = self._kept[key] = self._kept.get(key) or self._new_loop(own, recorder)
         self._settings.write(loop.settings, own)
         loop.counts.update(loop.feeds.fill(chunks, [row.blocks for row in rows]))
         loop.steps.feed()
@@ -371,7 +370,7 @@ class Runner:
     def reset(self) -> None:
         """Forget all decode loops and what was fed: the next step is fed by the host."""
         self._forget_step()
-        self._kept.clear()
+        self._recorder, self._kept = None, {}
 
     def _forget_step(self) -> None:
         self._loop, self._advanced = None, []

@@ -393,7 +393,8 @@ class Executor:
         for name, var in plan.vars.items():
             if not var.lo <= env.get(name, -1) <= var.hi:
                 raise GraphError(f"{name} = {env.get(name)} is not in {var.lo}..{var.hi}")
-        calls = [partial(self.header.set, env), *self.buffers.writers(used)]
+        calls: list[Callable[[], None]] = [partial(self.header.set, env)]
+        calls += self.buffers.writers(used)
         for call in calls:
             call()
         return env, calls
