@@ -210,11 +210,10 @@ class Segment(Protocol):
 class Ring(Protocol):
     """Asynchronous copies of one operand to the host.
 
-    Copies, runs and `Device.write` take effect in the order of the calls.
+    Copies, runs and writes (`Device.writer`) take effect in the order of the calls.
     """
 
     lookahead: int  # runs that may be launched before the copy of an earlier run is taken
-    waiting: int  # copies that have not been taken
 
     def put(self) -> None:
         """Start a copy of the operand's value after the runs launched so far."""
