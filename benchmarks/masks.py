@@ -23,7 +23,7 @@ from unittest import mock
 
 import graphllm
 from graphllm.backends.cpu.runtime.isa import isa
-from graphllm.engine import runner
+from graphllm.engine import held_settings
 from graphllm.profiler.roofline import cpu_name
 
 
@@ -66,7 +66,7 @@ class Steps(NamedTuple):
 @contextmanager
 def mask_clock() -> Iterator[list[float]]:
     """Add the seconds of each mask of a step to a list."""
-    made, spent = runner.mask_feed, list[float]()
+    made, spent = held_settings.mask_feed, list[float]()
 
     def timed(*args: Any) -> Any:
         start = time.perf_counter()
@@ -75,7 +75,7 @@ def mask_clock() -> Iterator[list[float]]:
         finally:
             spent.append(time.perf_counter() - start)
 
-    with mock.patch.object(runner, "mask_feed", timed):
+    with mock.patch.object(held_settings, "mask_feed", timed):
         yield spent
 
 

@@ -210,11 +210,10 @@ class Segment(Protocol):
 class Ring(Protocol):
     """Asynchronous copies of one operand to the host.
 
-    Copies, runs and `Device.write` take effect in the order of the calls.
+    Copies, runs and writes (`Device.writer`) take effect in the order of the calls.
     """
 
     lookahead: int  # runs that may be launched before the copy of an earlier run is taken
-    waiting: int  # copies that have not been taken
 
     def put(self) -> None:
         """Start a copy of the operand's value after the runs launched so far."""
@@ -235,10 +234,11 @@ class Device(Protocol):
     def free(self) -> int | None:
         """Return the bytes that can still be allocated; None if unknown."""
 
-    def write(self, values: Sequence[tuple[Operand, np.ndarray]]) -> None:
-        """Write data of each operand's shape to it; for a block format its rows as uint8.
+    def writer(self, values: Sequence[tuple[Operand, np.ndarray]]) -> Callable[[], None]:
+        """Return a function that writes data of each operand's shape to it, for repeated calls.
 
-        The caller may change the data when this returns.
+        For a block format the data are its rows as uint8. Each call writes what the arrays hold at
+        the time; the caller may change it when the call returns.
         """
 
     def copy_out(self, operand: Operand) -> np.ndarray:

@@ -130,12 +130,16 @@ class HostDevice:
         """See `graphllm.backends.contract.Device`."""
         return free_bytes()
 
-    def write(self, values: Sequence[tuple[Operand, np.ndarray]]) -> None:
+    def writer(self, values: Sequence[tuple[Operand, np.ndarray]]) -> Callable[[], None]:
         """See `graphllm.backends.contract.Device`."""
-        for operand, data in values:
-            view = _view(operand.buffer, operand.meta, _rows(operand.meta))
-            target = view.raw if isinstance(view, Blocks) else view
-            target[...] = data.reshape(target.shape)
+
+        def write() -> None:
+            for operand, data in values:
+                view = _view(operand.buffer, operand.meta, _rows(operand.meta))
+                target = view.raw if isinstance(view, Blocks) else view
+                target[...] = data.reshape(target.shape)
+
+        return write
 
     def copy_out(self, operand: Operand) -> np.ndarray:
         """Return a contiguous copy of the operand; for a block format uint8 [rows, row_bytes]."""

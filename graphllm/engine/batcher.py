@@ -122,19 +122,14 @@ class Batcher:
                 return True
             if self.speculation is not None:
                 chunks = self.speculation.extend(chunks, rows)
-            self._launch(chunks, rows, decode)
+            self.runner.decode(chunks, rows, decode)
+            self._launched.append(chunks)
         elif _has_drafts(self._launched[0]):
             self._began += time.perf_counter() - self._paused
         else:
             self._began = time.perf_counter()
         self._finish_decode(decode)
         return True
-
-    def _launch(self, chunks: list[Chunk], rows: list[Row], recorder: StepRecorder | None) -> None:
-        """Launch a decode step, whose draft tokens have rows of their own."""
-        own = (chunks, rows) if self.speculation is None else self.speculation.split(chunks, rows)
-        self.runner.decode(*own, recorder)
-        self._launched.append(chunks)
 
     def _start(self, chunks: Sequence[Chunk]) -> list[Row]:
         """Return the rows of ``chunks``, and note when the first step of each request begins."""
@@ -231,25 +226,27 @@ class Batcher:
         if self.speculation is not None and drafts:
             began, self._began = self._began, time.perf_counter()
             self.speculation.note_step(chunks, self._began - began)
-            chunks, result = self.speculation.accept(chunks, result)
+            sampled = result.ids.tolist()
+            chunks, kept = self.speculation.accept(chunks, sampled)
+            if ahead:  # first, since the device waits for it
+                self._draft_ahead(chunks, [sampled[row] for row in kept], recorder)
+            result = result.at(kept)
         self.scheduler.complete(chunks)
-        if drafts and ahead:
-            self._draft_ahead(chunks, result, recorder)
         self._finish(chunks, result)
         if self.speculation is not None and not drafts:
             self.speculation.note_step(chunks, time.perf_counter() - self._began)
 
     def _draft_ahead(
-        self, chunks: Sequence[Chunk], result: StepResult, recorder: StepRecorder | None
+        self, chunks: Sequence[Chunk], sampled: list[int], recorder: StepRecorder | None
     ) -> None:
-        """Launch the step after one with draft tokens, which was completed, if it has some, too.
+        """Launch the step after one with draft tokens, if it has some, too.
 
-        The tokens of ``result`` are appended to their sequences, but not delivered.
+        The tokens ``sampled`` are appended to their sequences, but not delivered.
         """
         rows, first = dict[Generation, list[int]](), 0
         for chunk in chunks:
             row, count = self._rows.get(chunk.sequence), len(chunk.drafts) + 1
-            ids, first = result.ids[first : first + count].tolist(), first + count
+            ids, first = sampled[first : first + count], first + count
             if not isinstance(row, Generation) or row.may_end(ids):
                 return
             rows[row] = ids
@@ -264,7 +261,8 @@ class Batcher:
         assert self.speculation is not None
         following = self.speculation.extend(following, [*rows])
         if _has_drafts(following):
-            self._launch(following, [*rows], recorder)
+            self.runner.decode(following, [*rows], recorder)
+            self._launched.append(following)
 
     def _following(self, chunks: Sequence[Chunk]) -> list[Chunk] | None:
         """Return the decode step after ``chunks`` if it is known to be that of the same batch."""

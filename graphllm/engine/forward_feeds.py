@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from .block_manager import BlockManager
-from .sequence import Chunk
 from .sequence_blocks import SequenceBlocks
 
 Feeds = dict[str, np.ndarray]
@@ -66,36 +65,6 @@ def forward_feeds(
         feeds[f"slot.{name}"] = table[sequence, pos // block] * block + pos % block
     pairs = sum(map(kv_pairs, starts.tolist(), counts.tolist()))
     return feeds, {"kv_sum": pairs, "prefix_sum": int(counts @ feeds["prefix_len"])}
-
-
-def decode_feeds(
-    manager: BlockManager, chunks: Sequence[Chunk], blocks: Sequence[SequenceBlocks]
-) -> Feeds:
-    """Return the feeds of `forward_variables` for chunks of one token each; see `forward_feeds`.
-
-    The difference is ``q_start``: of adjacent chunks of one sequence, the last one has the queries
-    of all, and the others have none. So kernels know that the keys of the first ones are written in
-    this step, too.
-    """
-    starts = [*range(len(chunks) + 1)]
-    for index in range(1, len(chunks)):
-        if chunks[index].sequence is chunks[index - 1].sequence:
-            starts[index] = starts[index - 1]
-    rows = np.arange(len(chunks), dtype=np.int32)
-    pos = np.array([chunk.start for chunk in chunks], np.int32)
-    feeds = {
-        "ids": np.array([chunk.sequence.tokens[chunk.start] for chunk in chunks], np.int32),
-        "pos": pos,
-        "q_start": np.array(starts, np.int32),
-        "kv_len": pos + 1,
-        "prefix_len": np.array([chunk.sequence.prefix for chunk in chunks], np.int32),
-        "rows": rows,
-    }
-    whole, rest = np.divmod(pos, manager.block)
-    for name in manager.pools:
-        table = feeds[f"table.{name}"] = block_tables(blocks, name)
-        feeds[f"slot.{name}"] = table[rows, whole] * manager.block + rest
-    return feeds
 
 
 def block_tables(rows: Sequence[SequenceBlocks], group: str) -> np.ndarray:

@@ -15,6 +15,7 @@ _CANDIDATES = 16  # most occurrences that are compared
 # Initial rates at which predictions come true, by the bit length of the number of matching tokens
 # (2 to 3, 4 to 7, 8 to 15, 16 to 31, more), and the weight of the last outcome in a rate.
 _INITIAL_RATES = (0.0, 0.0, 0.3, 0.5, 0.7, 0.85, 0.85)
+_HIGHEST = len(_INITIAL_RATES) - 1
 _WEIGHT = 1 / 8
 
 
@@ -55,7 +56,8 @@ class PromptLookup:
 
     def _compare(self, token: int) -> None:
         """Compare a new token with its prediction."""
-        level, hit = _level(self._matched), token == self._tokens[self._source]
+        level = min(self._matched.bit_length(), _HIGHEST)
+        hit = token == self._tokens[self._source]
         self._rates[level] += (hit - self._rates[level]) * _WEIGHT
         self._source, self._matched = (self._source + 1, self._matched + 1) if hit else (0, 0)
 
@@ -78,18 +80,13 @@ class PromptLookup:
 
         Empty if there is no prediction.
         """
-        found, product = list[float](), 1.0
+        found, product, rates = list[float](), 1.0, self._rates
         for matched in range(self._matched, self._matched + count) if self._source else ():
-            product *= self._rates[_level(matched)]
+            product *= rates[min(matched.bit_length(), _HIGHEST)]
             found.append(product)
         return found
 
     def predict(self, count: int) -> tuple[int, ...]:
         """Return the next ``count`` tokens; a prediction that reaches the end is repeated."""
-        found = self._tokens[self._source : self._source + count]
-        return tuple(found[index % len(found)] for index in range(count))
-
-
-def _level(matched: int) -> int:
-    """Return the index of the rate for a match of this many tokens."""
-    return min(matched.bit_length(), len(_INITIAL_RATES) - 1)
+        found = (*self._tokens[self._source : self._source + count],)
+        return (found * count)[:count] if len(found) < count else found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,40 +12,42 @@ from ..compiler.plan import Plan
 from ..errors import RequestError
 from ..graph.tensor import Tensor
 from ..model.batch import ENCODED, CacheSpec, Limits, source_tokens
-from ..ops.sampling import mask_words
 from ..runtime.decode_loop import DecodeLoop
 from ..runtime.executor import Executor
 from .block_copies import COPIED, FEW_COPIES, MAX_COPIES, copy_feeds
 from .block_manager import BlockManager
-from .forward_feeds import Feeds, Span, block_tables, decode_feeds, forward_feeds
+from .decode_feeds import DecodeFeeds
+from .forward_feeds import Feeds, Span, block_tables, forward_feeds
+from .held_settings import MASK, HeldSettings
 from .logits_processors import process_logits
 from .prompt_logprobs import prompt_logprobs, prompt_plan
 from .sampler import PROCESSED, STAGES, fed_rows
-from .sampling_feeds import Row, mask_feed, sampling_feeds
-from .sequence import Chunk, StepRecorder
+from .sampling_feeds import Row, sampling_feeds, token_feeds
+from .sequence import Chunk, StepRecorder, one_token_chunks
 from .sequence_blocks import BlockCopy
 from .step_result import StepResult, TokenLogprobs
 
 LOGPROBS = ("logprobs", "top_ids", "top_logprobs")  # fields of `StepResult`
 CANDIDATES = ["candidate_ids", "candidate_logprobs"]  # fields of `StepResult`, and outputs
+_MAX_KEPT = 32  # decode loops, of more numbers of rows than draft tokens give one sequence
 _NOTHING = StepResult(np.zeros(0, np.int32))  # of a step that samples no sequence
 
 
-@dataclass
-class _Loop:
-    """A decode loop over fixed rows.
+class _Loop(NamedTuple):
+    """A decode loop over a fixed number of rows.
 
     Attributes:
-        lengths: computed tokens of each row once all steps have run.
-        chosen: whether the host chooses tokens of some rows, and blocks to go with them.
+        settings: leaves of the plan that the settings of requests set.
+        feeds: what the host feeds.
+        counts: facts of the next step for the costs of its ops.
     """
 
-    rows: list[Row]
     outputs: list[str]
     recorder: StepRecorder | None
     steps: DecodeLoop
-    lengths: list[int]
-    chosen: bool
+    settings: set[str]
+    feeds: DecodeFeeds
+    counts: dict[str, int]
 
 
 class Runner:
@@ -76,13 +78,12 @@ class Runner:
         self.pools = [name for name in outputs if name.startswith("kv.")]
         vocab = outputs["logits"].meta.inner[0]
         self._fed_rows = fed_rows(limits, vocab)
-        self._masks = np.empty((limits.step_sequences, mask_words(vocab)), np.int32)
         self.encoded = {n: node for n, node in outputs.items() if n.startswith(ENCODED)}
-        self._open_masks = 0  # rows of the device's masks that allow all ids, from the first on
-        self._loop: _Loop | None = None
-        self._advanced: list[Row] = []  # rows whose next step needs no feeds
-        self._settings: list[Mapping[str, np.ndarray]] = []  # of the rows that were fed last
-        self._held: set[str] = set()  # leaves that have the values of these settings
+        self._loop: _Loop | None = None  # the present one
+        self._kept: dict[tuple[int | str, ...], _Loop] = {}  # by number of rows and outputs
+        self._recorder: StepRecorder | None = None  # of these
+        self._advanced: list[Row] = []  # requests whose next step needs no feeds
+        self._settings = HeldSettings(executor.buffers, limits.step_sequences, vocab)
 
     @property
     def logits_outputs(self) -> list[str]:
@@ -135,7 +136,7 @@ class Runner:
             rows: the requests of the chunks.
             recorder: recorder of the step.
         """
-        self.reset()
+        self._forget_step()
         chunks, rows = self._encode_sources(chunks, rows, recorder)
         if not chunks:
             return _NOTHING
@@ -223,7 +224,7 @@ class Runner:
             plan = self._fed_plan(names, min(most, self.bucket(len(some))))
             feeds = {f"fed.{name}": values[at : at + most] for name, values in found.items()}
             feeds |= sampling_feeds(self.limits, some, plan.leaves, history=False)
-            self._held = set()
+            self._settings.forget(masks=False)
             values = self.executor.run(plan, feeds)
             parts.append([values[f"{name}.fed"] for name in names])
         arrays = dict(zip(names, map(np.concatenate, zip(*parts))))
@@ -258,34 +259,12 @@ class Runner:
         ]
         feeds, env = forward_feeds(self.manager, spans)
         feeds["rows"] = feeds["rows"][: max(1, sum(chunk.samples for chunk in parts))]
-        return feeds | self._sampling_feeds({*plan.leaves}, rows), env
-
-    def _sampling_feeds(self, names: set[str], rows: Rows[Row]) -> Feeds:
-        """Return the feeds of the sampling program that are among ``names``."""
-        feeds = sampling_feeds(self.limits, rows, names, _stages(rows) >= PROCESSED)
-        if fed := names & rows[0].settings.keys():
-            self._settings = [row.settings for row in rows]
-            self._held |= fed
-        if "mask" in names:
-            feeds["mask"] = mask_feed(rows, self._masks)
-            self._open_masks = 0 if any(row.grammar for row in rows) else len(rows)
-        return feeds
-
-    def _held_settings(self, rows: Rows[Row]) -> set[str]:
-        """Return the settings that need not be fed for ``rows``."""
-        known = len(rows) <= len(self._settings) and all(
-            row.settings is last for row, last in zip(rows, self._settings)
-        )
-        if not known:
-            self._held = set()
-        open_masks = len(rows) <= self._open_masks and not any(row.grammar for row in rows)
-        held = self._held | {"mask"} if open_masks else self._held
-        return {name for name in held if self.executor.buffers.written(name)}
+        feeds |= token_feeds(self.limits, rows, _stages(rows) >= PROCESSED)
+        return feeds | self._settings.feeds({*plan.leaves}, rows), env
 
     def copy_blocks(self, copies: Rows[BlockCopy]) -> None:
         """Copy KV cache blocks on the device, behind the steps that were launched."""
-        names = [name for name in self.outputs if name.startswith(COPIED)]
-        copied = {name: self.outputs[name] for name in names}
+        copied = {n: node for n, node in self.outputs.items() if n.startswith(COPIED)}
         most = FEW_COPIES if len(copies) <= FEW_COPIES else MAX_COPIES
         plan = self.executor.compile(copied, {"M": (1, most)})
         for feeds in copy_feeds(copies, self.caches):
@@ -298,38 +277,55 @@ class Runner:
         return self._loop.steps.waiting if self._loop else 0
 
     def decode(self, chunks: Rows[Chunk], rows: list[Row], recorder: StepRecorder | None) -> None:
-        """Launch a decode step: one token of each sequence, all sampled.
+        """Launch a decode step: one token of each sequence, and its draft tokens, all sampled.
 
         Args:
             chunks: what to compute.
             rows: the requests of the chunks.
             recorder: recorder of the steps.
         """
-        loop = self._loop
-        if loop is None or loop.rows != rows or loop.recorder is not recorder:
-            self._loop = self._new_loop(chunks, rows, recorder)
+        drafts = sum([len(chunk.drafts) for chunk in chunks])
+        if drafts or self._advanced != rows:
+            self._loop = self._fed(chunks, rows, recorder)
+            self._advanced = [] if drafts else rows
+            self._launch(self._loop, chunks)
+            return
+        if self._loop is None or self._loop.recorder is not recorder:
+            self._loop = self._new_loop(rows, recorder, advanced=True)
+            self._loop.counts["prefix_sum"] = sum(row.sequence.prefix for row in rows)
         self.launch(chunks)
 
+    def _fed(self, chunks: Rows[Chunk], rows: list[Row], recorder: StepRecorder | None) -> _Loop:
+        """Return the loop of a step, fed with the values of the step."""
+        own = [row for chunk, row in zip(chunks, rows) for _ in range(len(chunk.drafts) + 1)]
+        key: tuple[int | str, ...] = len(own), *_outputs("ids", rows)
+        if recorder is not self._recorder or len(self._kept) == _MAX_KEPT:
+            self._recorder, self._kept = recorder, {}
+        loop = self._kept[key] = self._kept.get(key) or self._new_loop(own, recorder)
+        self._settings.write(loop.settings, own)
+        loop.counts.update(loop.feeds.fill(chunks, [row.blocks for row in rows]))
+        loop.steps.feed()
+        return loop
+
     def _new_loop(
-        self, chunks: Rows[Chunk], rows: list[Row], recorder: StepRecorder | None
+        self, rows: list[Row], recorder: StepRecorder | None, advanced: bool = False
     ) -> _Loop:
-        count, outputs = len(rows), _outputs("ids", rows)
-        size = self.bucket(count)
+        """Return a new decode loop; ``advanced``: whether the device has the values of the rows."""
+        count, outputs, size = len(rows), _outputs("ids", rows), self.bucket(len(rows))
         plan = self.plan(outputs, size, size, size)
-        index = np.arange(count + 1, dtype=np.int32)
-        feeds = {"rows": index[:-1], "q_start": index}
-        if self._advanced != rows:
+        settings = plan.leaves.keys() & {MASK, *rows[0].settings}
+        names = {"rows", "q_start"} if advanced else {*plan.leaves}
+        history = self.limits.history if _stages(rows) >= PROCESSED else 0
+        if not advanced:
             self.executor.bind(plan)
-            feeds = self._sampling_feeds({*plan.leaves} - self._held_settings(rows), rows)
-            feeds |= decode_feeds(self.manager, chunks, [row.blocks for row in rows])
-        env = {"T": count, "S": count, "Q": count + 1, "N": count}
-        lengths: list[int] = []
-        prefix = sum(row.sequence.prefix for row in rows)
+            self._settings.forget_unwritten(settings)
+            self._settings.write(settings, rows)
+        feeds = DecodeFeeds(self.manager, count, names, history)
+        env, counts = {"T": count, "S": count, "Q": count + 1, "N": count}, dict[str, int]()
         steps = self.executor.decode_loop(
-            plan, feeds, env, outputs[0], recorder,
-            lambda: {"kv_sum": sum(lengths), "prefix_sum": prefix}, others=outputs[1:],
-        )  # fmt: skip
-        return _Loop(rows, outputs, recorder, steps, lengths, bool(_candidates(rows)))
+            plan, feeds.arrays, env, outputs[0], recorder, lambda: counts, others=outputs[1:]
+        )
+        return _Loop(outputs, recorder, steps, settings, feeds, counts)
 
     @property
     def can_run_ahead(self) -> bool:
@@ -341,22 +337,25 @@ class Runner:
 
         The updated block tables are written in stream order, behind the steps already launched.
         """
-        loop, block = self._loop, self.limits.block
+        loop, block, rows = self._loop, self.limits.block, self._advanced
         assert loop is not None
-        loop.lengths[:] = [chunk.stop for chunk in chunks]
-        states = Feeds()
-        if loop.chosen:
+        states, chosen = Feeds(), CANDIDATES[0] in loop.outputs  # by the host, as are their blocks
+        lengths = [chunk.stop for chunk in chunks]
+        if chosen:
             states["ids"] = np.array([c.sequence.tokens[-1] for c in chunks], np.int32)
-        if loop.chosen or any(length % block <= 1 for length in loop.lengths):
-            blocks = [row.blocks for row in loop.rows]
+        if chosen or any(length % block <= 1 for length in lengths):
+            blocks = [row.blocks for row in rows]
             states |= {f"table.{name}": block_tables(blocks, name) for name in self.caches}
-        if any(row.grammar for row in loop.rows):
-            states["mask"] = mask_feed(loop.rows, self._masks)
-            self._open_masks = 0
+        if any(row.grammar for row in rows):
+            states[MASK] = self._settings.masks(rows)
         if states:
             self.executor.buffers.write(states)
+        loop.counts["kv_sum"] = sum(lengths)
+        self._launch(loop, chunks)
+
+    def _launch(self, loop: _Loop, chunks: Rows[Chunk]) -> None:
         if loop.recorder is not None:
-            loop.recorder.begin_step(chunks)
+            loop.recorder.begin_step(one_token_chunks(chunks))
         loop.steps.launch()
 
     def take(self) -> StepResult:
@@ -364,14 +363,18 @@ class Runner:
         loop = self._loop
         assert loop is not None
         ids = loop.steps.take()
-        self._advanced = loop.rows
         if len(loop.outputs) == 1:
             return StepResult(ids)
         return StepResult.of(dict(zip(loop.outputs, [ids, *loop.steps.take_others()])))
 
     def reset(self) -> None:
-        """Forget the decode loop and what was fed: the next step is fed by the host."""
-        self._loop, self._advanced, self._held, self._open_masks = None, [], set(), 0
+        """Forget all decode loops and what was fed: the next step is fed by the host."""
+        self._forget_step()
+        self._recorder, self._kept = None, {}
+
+    def _forget_step(self) -> None:
+        self._loop, self._advanced = None, []
+        self._settings.forget()
 
 
 def _stages(rows: Rows[Row]) -> int:

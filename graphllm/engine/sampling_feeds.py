@@ -111,21 +111,32 @@ def sampling_feeds(
         names: names of the leaves that the plan has.
         history: whether the plan reads the last tokens of the sequences.
     """
+    return settings_feeds(rows, names) | token_feeds(limits, rows, history)
+
+
+def token_feeds(limits: Limits, rows: Sequence[Row], history: bool) -> dict[str, np.ndarray]:
+    """Return those of `sampling_feeds` that change with each token."""
+    feeds = {"count": np.array([row.count for row in rows], np.int32)}
+    if history:
+        feeds["history"] = np.empty((len(rows), limits.history), np.int32)
+        for ring, row in zip(feeds["history"], rows):
+            stop = row.sequence.prompt_tokens + row.count
+            ring[:] = history_ring(row.sequence.tokens, stop, limits.history)
+    return feeds
+
+
+def settings_feeds(rows: Sequence[Row], names: Container[str]) -> dict[str, np.ndarray]:
+    """Return those of `sampling_feeds` that stay the same during a request."""
     settings, places = list[Mapping[str, np.ndarray]](), list[int]()
-    for row in rows:  # the beams of a request share its settings
+    for row in rows:  # the beams of a request and its draft tokens share its settings
         if not settings or row.settings is not settings[-1]:
             settings.append(row.settings)
         places.append(len(settings) - 1)
-    feeds = {
+    return {
         name: np.concatenate([each[name] for each in settings])[places]
         for name in rows[0].settings
         if name in names
     }
-    feeds["count"] = np.array([row.count for row in rows], np.int32)
-    if history:
-        rings = [_history_ring(row, limits.history) for row in rows]
-        feeds["history"] = np.concatenate(rings)
-    return feeds
 
 
 def mask_feed(rows: Sequence[Row], room: np.ndarray) -> np.ndarray:
@@ -210,13 +221,12 @@ def _padded(
     return found
 
 
-def _history_ring(row: Row, width: int) -> np.ndarray:
-    """Return the last ids of a row as a ring [1, width]: position p in column p % width, else -1.
+def history_ring(tokens: Sequence[int], stop: int, width: int) -> np.ndarray:
+    """Return the last ids before ``stop`` as a ring: position p in column p % width, else -1.
 
     Tokens of a source count as empty.
     """
-    ring = np.full((1, width), -1, np.int32)
-    stop = row.sequence.prompt_tokens + row.count  # drafts may follow
+    ring = np.full(width, -1, np.int32)
     first = max(0, stop - width)
-    ring[0, np.arange(first, stop) % width] = row.sequence.tokens[first:stop]
+    ring[np.arange(first, stop) % width] = tokens[first:stop]
     return np.maximum(ring, -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from ..runtime.recorder import Recorder
@@ -71,6 +71,20 @@ class Chunk(NamedTuple):
     stop: int
     samples: bool
     drafts: tuple[int, ...] = ()
+
+
+def one_token_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Return a chunk for each row of a decode step; those with draft tokens have their own."""
+    found = list[Chunk]()
+    for chunk in chunks:
+        if not chunk.drafts:
+            found.append(chunk)
+            continue
+        tokens = [*chunk.sequence.tokens, *chunk.drafts]
+        sequence = replace(chunk.sequence, tokens=tokens, origin=chunk.sequence)
+        for start in range(chunk.start, chunk.stop + len(chunk.drafts)):
+            found.append(Chunk(sequence, start, start + 1, True))
+    return found
 
 
 class StepRecorder(Recorder, Protocol):

@@ -9,22 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from .generation import Generation
-from .logits_processors import LogitsProcessor
 from .prompt_lookup import PromptLookup
 from .sampling_feeds import Row
 from .scheduler import Scheduler
-from .sequence import ActiveSequence, Chunk
-from .step_result import StepResult
+from .sequence import Chunk
 from .step_times import StepTimes
-
-if TYPE_CHECKING:
-    from .grammar import GrammarState
 
 _LEAST_GAIN = 1.03  # expected gain below which no draft is computed
 _LEAST_RATE = 0.1  # probability of a draft's acceptance below which it is not computed
@@ -137,22 +129,21 @@ class Speculation:
             room: maximum number of draft tokens.
         """
         counts, sequences = [0] * len(rates), len(rates)
-        ordered = sorted(
-            (
-                (rate, -depth, s)
-                for s, each in enumerate(rates)
-                for depth, rate in enumerate(each, 1)
-                if rate > _LEAST_RATE
-            ),
-            reverse=True,
-        )[:room]
+        ordered = [
+            (rate, -depth, s)
+            for s, each in enumerate(rates)
+            for depth, rate in enumerate(each, 1)
+            if rate > _LEAST_RATE
+        ]
+        ordered = sorted(ordered, reverse=True)[:room]
         if not ordered:
             return counts
         tokens, least, chosen = float(sequences), self._times.plain(sequences) / sequences, 0
         least, longest = least / _LEAST_GAIN, 0
-        for number, (rate, depth, _) in enumerate(ordered, 1):
+        times = self._times.with_drafts(range(sequences + 1, sequences + len(ordered) + 1))
+        for number, ((rate, depth, _), seconds) in enumerate(zip(ordered, times), 1):
             tokens, longest = tokens + rate, max(longest, -depth)
-            seconds = self._times.with_drafts(sequences + number) + self._drafter.seconds(longest)
+            seconds += self._drafter.seconds(longest)
             if seconds / tokens < least:
                 least, chosen = seconds / tokens, number
         if not chosen:
@@ -162,79 +153,36 @@ class Speculation:
             counts[sequence] += 1
         return counts
 
-    def split(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> tuple[list[Chunk], list[Row]]:
-        """Return a decode step in which each draft token has a chunk and a row of its own.
-
-        Those of a request have one sequence, with all of its drafts. So the step has the plans and
-        kernels of a decode step of as many sequences.
-        """
-        found, own = list[Chunk](), list[Row]()
-        for chunk, row in zip(chunks, rows):
-            if not chunk.drafts:
-                found.append(chunk)
-                own.append(row)
-                continue
-            tokens = [*chunk.sequence.tokens, *chunk.drafts]
-            sequence = replace(chunk.sequence, tokens=tokens, origin=chunk.sequence)
-            for shift in range(len(chunk.drafts) + 1):
-                start = chunk.start + shift
-                found.append(Chunk(sequence, start, start + 1, True))
-                own.append(_DraftRow(row, sequence, shift))
-        return found, own
-
-    def accept(self, chunks: Sequence[Chunk], result: StepResult) -> tuple[list[Chunk], StepResult]:
+    def accept(
+        self, chunks: Sequence[Chunk], sampled: Sequence[int]
+    ) -> tuple[list[Chunk], list[int]]:
         """Append the accepted draft tokens to their sequences.
 
         Args:
-            chunks: the step before `split`.
-            result: what its rows sampled.
+            chunks: the step.
+            sampled: the ids that its rows sampled.
 
         Returns:
-            The chunks with the accepted drafts only, and the rows of ``result`` that are left.
+            The chunks with the accepted drafts only, and the rows that are left.
         """
-        found, kept, first, sampled = list[Chunk](), list[int](), 0, result.ids.tolist()
-        for chunk in chunks:
-            count, most = 0, len(chunk.drafts)
-            while count < most and chunk.drafts[count] == sampled[first + count]:
+        found, kept, first = list[Chunk](), list[int](), 0
+        for sequence, start, stop, samples, drafts in chunks:
+            count, most = 0, len(drafts)
+            while count < most and drafts[count] == sampled[first + count]:
                 count += 1
             kept += range(first, first + count + 1)
             first += most + 1
             if most:
                 self._drafter.note_outcome(most, count)
-            chunk.sequence.tokens.extend(chunk.drafts[:count])
-            found.append(chunk._replace(stop=chunk.stop + count, drafts=chunk.drafts[:count]))
-        arrays = zip(result._fields, result)
-        left = {name: each[kept] for name, each in arrays if isinstance(each, np.ndarray)}
-        return found, StepResult.of(left)
+            sequence.tokens += drafts[:count]
+            found.append(Chunk(sequence, start, stop + count, samples, drafts[:count]))
+        return found, kept
 
     def note_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """Note the time of a decode step, from its start before `extend` on."""
         drafts = sum(len(chunk.drafts) for chunk in chunks)
         self._times.note(len(chunks) + drafts, drafts > 0, seconds - self.predicting_s)
         self.predicting_s = 0.0
-
-
-class _DraftRow:
-    """A row of a step that computes draft tokens behind the last token of ``row``; see `Row`.
-
-    Args:
-        row: the request.
-        sequence: its tokens, and all of the draft tokens.
-        drafts: how many of these the row has computed before.
-    """
-
-    asks_candidates = False
-    processors: Sequence[LogitsProcessor] = ()
-    grammar: GrammarState | None = None
-
-    def __init__(self, row: Row, sequence: ActiveSequence, drafts: int) -> None:
-        self.sequence, self.sampling, self.settings = sequence, row.sampling, row.settings
-        self.stages, self.asks_logprobs = row.stages, row.asks_logprobs
-        self.count, self.blocks = row.count + drafts, row.blocks
-
-    def prompt_positions(self, start: int, stop: int) -> range:
-        """Return no position: the prompt is computed."""
-        return range(0)
 
 
 def _lookup(row: Row) -> PromptLookup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,6 +75,12 @@ class StepResult(NamedTuple):
         fields: dict[str, Any] = {name.split(".")[0]: each for name, each in arrays.items()}
         ids = fields.pop("sampled") if "sampled" in fields else fields.pop("ids")
         return cls(ids, **fields)
+
+    def at(self, rows: Sequence[int]) -> StepResult:
+        """Return these rows of a decode step's result."""
+        return StepResult(
+            *(each[rows] if isinstance(each, np.ndarray) else None for each in self)  # type: ignore[arg-type]
+        )
 
     def candidate_faults(self) -> Collection[int]:
         """Return the rows whose candidates are of logits that are not finite."""

@@ -55,17 +55,22 @@ class StepTimes:
         """
         if rows == 1 or not self._seconds:
             return self._one
-        slope = max(0.0, self._covariance / self._variance) if self._variance else 0.0
-        return max(self._one, self._seconds + slope * (rows - self._rows))
+        return max(self._one, self._seconds + self._slope * (rows - self._rows))
+
+    @property
+    def _slope(self) -> float:
+        return max(0.0, self._covariance / self._variance) if self._variance else 0.0
 
     def plain(self, rows: int) -> float:
         """Return the expected seconds that a step without drafts takes next; 0 if unknown."""
         expected = self._expected(rows)
         return expected + self._change if expected and self._drafted else expected
 
-    def with_drafts(self, rows: int) -> float:
-        """Return the expected seconds that a step with drafts takes next."""
-        return self._expected(rows) + (0.0 if self._drafted else self._change)
+    def with_drafts(self, rows: range) -> list[float]:
+        """Return the expected seconds that a step with drafts takes next, by its number of rows."""
+        least, slope = self._one + (0.0 if self._drafted else self._change), self._slope
+        first = least - self._one + self._seconds - slope * self._rows
+        return [max(least, first + slope * count) if self._seconds else least for count in rows]
 
     def doubt(self) -> None:
         """Shorten the expected times of drafts, which were too long to try them.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -88,6 +89,11 @@ class Buffers:
 
     def write(self, data: Mapping[str, Any]) -> None:
         """Write the leading rows of states and inputs; see `Executor.set_state`."""
+        for call in self.writers(data):
+            call()
+
+    def writers(self, data: Mapping[str, Any]) -> list[Callable[[], None]]:
+        """Return the calls of a `write`, to be repeated: they write what the arrays then hold."""
         found = dict[str, list[tuple[Operand, np.ndarray]]]()  # by memory
         for name, given in data.items():
             values, meta = self._values_of(name), self._leaves[name].meta
@@ -99,9 +105,8 @@ class Buffers:
                         f"{name!r} is {meta}; data of shape {array.shape} does not fit"
                     )
                 found.setdefault(memory, []).append((operand, array))
-        for memory, parts in found.items():
-            self._devices.owner(memory).write(parts)
-        self._unwritten.difference_update(data)
+        calls = [self._devices.owner(memory).writer(parts) for memory, parts in found.items()]
+        return [*calls, partial(self._unwritten.difference_update, data)]
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
         """See `graphllm.runtime.executor.Executor.get_state`."""

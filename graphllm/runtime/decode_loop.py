@@ -4,45 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from ..backends import Device, Operand, Ring
 
 
-class Output:
-    """One output of a bound plan. Its reader and rings for the last number of rows are kept."""
+class Output(NamedTuple):
+    """One output of a bound plan."""
 
-    def __init__(self, device: Device, operand: Operand) -> None:
-        self.device, self._operand = device, operand
-        self._live = operand  # with the last number of rows
-        self._reader: Callable[[], np.ndarray] | None = None
-        self._rings: list[Ring] = []
+    device: Device
+    operand: Operand
 
     def reader(self, env: Mapping[str, int]) -> Callable[[], np.ndarray]:
         """Return a function that copies the values after a run with the live values ``env``."""
-        operand = self._at(env)
-        self._reader = self._reader or self.device.reader(operand)
-        return self._reader
+        return self.device.reader(self._at(env))
 
     def ring(self, env: Mapping[str, int]) -> Ring | None:
-        """Return an empty ring of the device for runs with the live values ``env``.
-
-        It is an earlier one of which all copies were taken, if there is one. Two are kept: of the
-        loop that runs, and of the one before it, whose last output may be taken later.
-        """
-        operand = self._at(env)
-        ring = next((each for each in self._rings if not each.waiting), None)
-        if ring is None and (ring := self.device.ring(operand)) is not None:
-            self._rings = [*self._rings[-1:], ring]
-        return ring
+        """Return a ring of the device for runs with the live values ``env``."""
+        return self.device.ring(self._at(env))
 
     def _at(self, env: Mapping[str, int]) -> Operand:
         """Return the operand with its live number of rows."""
-        meta = self._operand.meta.at(env)
-        if meta != self._live.meta:
-            self._live, self._reader, self._rings = replace(self._operand, meta=meta), None, []
-        return self._live
+        return replace(self.operand, meta=self.operand.meta.at(env))
 
 
 class DecodeLoop:
@@ -65,9 +50,10 @@ class DecodeLoop:
         read: Callable[[], np.ndarray],
         lookahead: int = 0,
         others: Sequence[Callable[[], np.ndarray]] = (),
+        fed: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.launchers, self._read, self.lookahead = launchers, read, lookahead
-        self._others = others
+        self._others, self._fed = others, fed
         self.waiting = 0
 
     @classmethod
@@ -77,6 +63,7 @@ class DecodeLoop:
         outputs: Sequence[Output],
         env: Mapping[str, int],
         ahead: bool,
+        fed: Sequence[Callable[[], None]],
     ) -> DecodeLoop:
         """Return a loop that returns ``outputs``.
 
@@ -85,10 +72,15 @@ class DecodeLoop:
         rings = [ring for each in outputs if ahead and (ring := each.ring(env)) is not None]
         if len(rings) < len(outputs):
             reads = [each.reader(env) for each in outputs]
-            return cls(launchers, reads[0], others=reads[1:])
+            return cls(launchers, reads[0], 0, reads[1:], fed)
         puts, takes = [ring.put for ring in rings], [ring.take for ring in rings]
         lookahead = min(ring.lookahead for ring in rings)
-        return cls([*launchers, *puts], takes[0], lookahead, takes[1:])
+        return cls([*launchers, *puts], takes[0], lookahead, takes[1:], fed)
+
+    def feed(self) -> None:
+        """Set the live values, and write what the arrays that were fed first hold now."""
+        for call in self._fed:
+            call()
 
     def launch(self) -> None:
         """Start a run."""

@@ -248,8 +248,7 @@ class Executor:
         outputs = {}
         for name, node in plan.outputs.items():
             memory = plan.memory[rewrite.root(node)]
-            operand = self._operand(plan, node, memory)
-            outputs[name] = Output(self.devices.owner(memory), operand)
+            outputs[name] = Output(self.devices.owner(memory), self._operand(plan, node, memory))
         debug(1, lambda: memory_lines(self.buffers.held(), self.arenas))
         return _BoundPlan(segments, outputs)
 
@@ -325,7 +324,7 @@ class Executor:
         for name, leaf in plan.inputs.items():
             if name not in (feeds or {}):
                 raise GraphError(f"input {name!r} ({leaf.meta}) is not fed")
-        values = self._feed(plan, feeds or {}, dict(env or {}))
+        values, _ = self._feed(plan, feeds or {}, dict(env or {}))
         if (recorder := self._recorder(profile)) is not None:
             recorder.run(plan, bound.segments, values)
         else:
@@ -346,14 +345,13 @@ class Executor:
     ) -> DecodeLoop:
         """Return a loop that runs ``plan`` repeatedly and returns outputs of each run.
 
-        The loop is valid while the Vars and the bound buffers stay the same, and until the plan's
-        next loop is made. If the plan is one segment and the device supports it, a run may be
-        launched before the previous run's output is read; `set_state` takes effect in order with
-        launches.
+        It is valid while the bound buffers stay the same; after runs of other plans or loops, call
+        its `feed`. If the plan is one segment and the device supports it, a run may be launched
+        before the previous run's output is read; `set_state` takes effect in order with launches.
 
         Args:
             plan: a plan of this executor.
-            feeds: inputs to write once, now; other inputs keep the last value they were fed.
+            feeds: inputs to write now, and by `feed`; others keep the last value they were fed.
             env: live values of the Vars.
             name: the output to return.
             profile: recorder of the runs.
@@ -364,7 +362,7 @@ class Executor:
             GraphError: an input was never fed, or a feed does not fit.
         """
         bound = self._bound(plan)
-        values = self._feed(plan, feeds, dict(env))
+        values, fed = self._feed(plan, feeds, dict(env))
         for leaf in plan.inputs.values():
             if not self.buffers.written(leaf.name):
                 raise GraphError(f"input {leaf.name!r} ({leaf.meta}) was never fed")
@@ -373,14 +371,16 @@ class Executor:
         if (recorder := self._recorder(profile)) is not None:
             recorded = partial(recorder.run, plan, bound.segments)
             launchers = [lambda: recorded({**values, **counts()})]
-        return DecodeLoop.of(launchers, outputs, values, ahead=len(bound.segments) == 1)
+        return DecodeLoop.of(launchers, outputs, values, len(bound.segments) == 1, fed)
 
     def _recorder(self, profile: Recorder | None) -> Recorder | None:
         """Return the recorder of a run; None runs the segments without recording."""
         return profile or step_printer()
 
-    def _feed(self, plan: Plan, feeds: Mapping[str, Any], env: dict[str, int]) -> dict[str, int]:
-        """Copy the feeds that ``plan`` reads into their buffers; return the values of its Vars."""
+    def _feed(
+        self, plan: Plan, feeds: Mapping[str, Any], env: dict[str, int]
+    ) -> tuple[dict[str, int], list[Callable[[], None]]]:
+        """Write the feeds that ``plan`` reads; return its Vars' values, and calls to repeat it."""
         used = {}
         for name in (each for each in feeds if each in plan.leaves):
             meta = plan.leaves[name].meta
@@ -393,6 +393,8 @@ class Executor:
         for name, var in plan.vars.items():
             if not var.lo <= env.get(name, -1) <= var.hi:
                 raise GraphError(f"{name} = {env.get(name)} is not in {var.lo}..{var.hi}")
-        self.header.set(env)
-        self.buffers.write(used)
-        return env
+        calls: list[Callable[[], None]] = [partial(self.header.set, env)]
+        calls += self.buffers.writers(used)
+        for call in calls:
+            call()
+        return env, calls

@@ -165,6 +165,24 @@ def test_a_decode_loop_keeps_its_feeds(executor):
     np.testing.assert_array_equal(steps.take(), want)
 
 
+def test_a_decode_loop_is_fed_again_with_what_its_arrays_hold(executor):
+    """After runs with other live values, and beside a loop of the same plan."""
+    plan = executor.compile(outputs())
+    feeds = {name: array.copy() for name, array in FEEDS.items()}
+    other = {"x": X[:2] - 5, "slot": np.array([7, 6], np.int32)}
+    first = executor.decode_loop(plan, feeds, {"T": 3}, "y", others=["pool"])
+    second = executor.decode_loop(plan, other, {"T": 2}, "y", others=["pool"])
+    for loop, own in ((first, feeds), (second, other), (first, feeds)):
+        own["x"] *= 3
+        own["slot"][:] = own["slot"][::-1].copy()
+        loop.feed()
+        loop.launch()
+        y, pool = loop.take(), *loop.take_others()
+        fresh = Executor(executor.weights, ("reference",))
+        np.testing.assert_allclose(y, fresh.run(fresh.compile(outputs()), own)["y"], rtol=1e-6)
+        np.testing.assert_array_equal(pool[own["slot"], 0], own["x"])
+
+
 FITTING = {
     "list": [[1, 2, 3, 4]] * 3,
     "float64": X.astype(np.float64),

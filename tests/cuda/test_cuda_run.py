@@ -201,7 +201,7 @@ def test_many_arrays_are_sent_at_once(staging_bytes, monkeypatch):
             data = rng.integers(0, 256, size, np.uint8)
             want[offset : offset + size] = data
             parts.append((data, target.address + offset))
-        stager.send_all(parts)
+        stager.sender(parts)()
         for data, _ in parts:
             data[:] = 0  # the caller may change them at once
     assert (target[:] == want).all()

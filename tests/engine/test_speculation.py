@@ -12,6 +12,7 @@ from predicted_answers import predict_answers, speculate
 from request_runs import answer, collect, ids_of, requests, run_at_random
 
 import graphllm
+from graphllm.engine import runner
 from graphllm.engine.completion import Sampled
 from graphllm.engine.generation import Delivery, Generation
 from graphllm.engine.prompt_lookup import PromptLookup
@@ -68,10 +69,17 @@ def test_the_next_step_is_launched_before_results_are_delivered(path, monkeypatc
     single = windowed_model.make_engine(path)
     want = answer(single, prompt, sampling)
     predict_answers(monkeypatch, [(prompt, sampling)], [want])
-    engine, launched = speculating(path), []
+    engine, launched, completed = speculating(path), [], []
+    complete = engine.scheduler.complete
 
     def listener(last: bool) -> None:
         launched.append(engine.batcher.runner.waiting)
+
+    def completing(chunks) -> None:
+        completed.append(engine.batcher.runner.waiting)
+        complete(chunks)
+
+    monkeypatch.setattr(engine.scheduler, "complete", completing)
 
     generation = engine.submit(prompt, sampling, (), delivery=Delivery(listener=listener))
     ids = []
@@ -82,8 +90,38 @@ def test_the_next_step_is_launched_before_results_are_delivered(path, monkeypatc
         generation.events.clear()
     assert [token for token in ids if token is not None] == ids_of(want)
     assert generation.accepted > 5 and sum(launched) > len(launched) // 2
+    assert sum(completed) > len(completed) // 2
     assert engine.batcher.runner.waiting == 0 and generation.undelivered == 0
     assert not engine.step() and set(engine.manager.held.values()) == {0}
+
+
+@pytest.mark.parametrize("most", [runner._MAX_KEPT, 2])
+def test_steps_with_as_many_rows_share_a_loop(path, monkeypatch, most):
+    """Also those of other requests, with other settings, and of plain steps between them."""
+    monkeypatch.setattr(runner, "_MAX_KEPT", most)
+    asked = [
+        ([5, 9, 30 + 3 * seed, 31], Sampling(temperature=0.5 + seed / 4, max_tokens=40, seed=seed))
+        for seed in range(4)
+    ]
+    single = windowed_model.make_engine(path)
+    want = [answer(single, *each) for each in asked]
+    predict_answers(monkeypatch, asked, want)
+    engine, made = speculating(path), []
+    make = engine.executor.decode_loop
+
+    def counting(plan, feeds, env, *call, **more):
+        made.append((env["T"], len(feeds)))
+        return make(plan, feeds, env, *call, **more)
+
+    monkeypatch.setattr(engine.executor, "decode_loop", counting)
+    have = [collect(engine, {0: engine.submit(*each, ())})[0] for each in asked]
+    assert have == want and engine.batcher.speculation.accepted > 20
+    fed = [rows for rows, feeds in made if feeds > 2]
+    assert len(set(fed)) == 3  # 1, 4, and 3 before the last token
+    assert (len(fed) == 3) == (most > 2)
+    engine.clear_cache()  # and loops
+    assert answer(engine, *asked[0]) == want[0]
+    assert len([rows for rows, feeds in made if feeds > 2]) > len(fed)
 
 
 @pytest.mark.parametrize("where", ["take", "accept", "complete", "push"])

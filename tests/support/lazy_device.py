@@ -28,9 +28,12 @@ class LazyDevice(HostDevice):
         while self.queue:
             self.queue.popleft()()
 
-    def write(self, values) -> None:
-        kept = [(operand, data.copy()) for operand, data in values]
-        self.queue.append(lambda: HostDevice.write(self, kept))
+    def writer(self, values) -> Callable[[], None]:
+        def write() -> None:
+            kept = [(operand, data.copy()) for operand, data in values]
+            self.queue.append(HostDevice.writer(self, kept))
+
+        return write
 
     def copy_out(self, operand) -> np.ndarray:
         self.finish()
@@ -69,12 +72,11 @@ class _Ring:
     def __init__(self, device, operand) -> None:
         self.device, self.operand = device, operand
         self.slots = [None] * (self.lookahead + 1)
-        self.put_count = self.taken = self.arrived = self.waiting = 0
+        self.put_count = self.taken = self.arrived = 0
 
     def put(self) -> None:
         slot = self.put_count % len(self.slots)
         self.put_count += 1
-        self.waiting += 1
 
         def copy() -> None:
             self.slots[slot] = HostDevice.copy_out(self.device, self.operand)
@@ -88,7 +90,6 @@ class _Ring:
         while self.arrived <= self.taken:
             self.device.queue.popleft()()
         self.taken += 1
-        self.waiting -= 1
         return self.slots[(self.taken - 1) % len(self.slots)]
 
 

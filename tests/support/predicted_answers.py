@@ -18,8 +18,8 @@ class Counting(Speculation):
 
     accepted = rejected = 0
 
-    def accept(self, chunks, result):
-        found = super().accept(chunks, result)
+    def accept(self, chunks, sampled):
+        found = super().accept(chunks, sampled)
         accepted = sum(len(chunk.drafts) for chunk in found[0])
         self.accepted += accepted
         self.rejected += sum(len(chunk.drafts) for chunk in chunks) - accepted

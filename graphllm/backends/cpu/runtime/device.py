@@ -75,11 +75,15 @@ class CpuDevice:
         """See `graphllm.backends.Device`."""
         return free_bytes()
 
-    def write(self, values: Sequence[tuple[Operand, np.ndarray]]) -> None:
+    def writer(self, values: Sequence[tuple[Operand, np.ndarray]]) -> Callable[[], None]:
         """See `graphllm.backends.Device`."""
-        for operand, data in values:
-            view = _array(operand)
-            view[...] = data.reshape(view.shape)
+        views = [(_array(operand), data) for operand, data in values]
+
+        def write() -> None:
+            for view, data in views:
+                view[...] = data.reshape(view.shape)
+
+        return write
 
     def copy_out(self, operand: Operand) -> np.ndarray:
         return _array(operand).copy()

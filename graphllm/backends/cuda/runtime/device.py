@@ -144,9 +144,16 @@ class CudaDevice:
         self.gpu.use()
         return free_bytes()
 
-    def write(self, values: Sequence[tuple[Operand, np.ndarray]]) -> None:
+    def writer(self, values: Sequence[tuple[Operand, np.ndarray]]) -> Callable[[], None]:
         """See `graphllm.backends.Device`."""
-        self.gpu.use()
+        apart = any(pool_layout.scales_are_apart(operand.meta) for operand, _ in values)
+        if apart or not all(data.flags.c_contiguous for _, data in values):
+            return lambda: self._stager.sender(self._parts(values))()  # of copies of the data
+        return self._stager.sender(self._parts(values))
+
+    @staticmethod
+    def _parts(values: Sequence[tuple[Operand, np.ndarray]]) -> list[tuple[np.ndarray, int]]:
+        """The bytes of the data as the GPU stores them, views if possible, and their addresses."""
         parts = []
         for operand, data in values:
             assert operand.meta.contiguous, operand.meta
@@ -154,7 +161,7 @@ class CudaDevice:
             if pool_layout.scales_are_apart(operand.meta):
                 raw = pool_layout.to_gpu(operand.meta, raw)
             parts.append((raw, operand.buffer.address + operand.meta.offset))
-        self._stager.send_all(parts)
+        return parts
 
     def copy_out(self, operand: Operand) -> np.ndarray:
         """A dense copy of the operand; of a block format its bytes, uint8 [rows, n]."""

@@ -89,7 +89,7 @@ class Ring:
     def __init__(self, address: int, meta: Meta, stream: Stream) -> None:
         shape, strides, kind = numpy_layout(meta)
         self._source, self._nbytes, self._stream = address, span(meta), stream
-        self._started = self._taken = self.waiting = 0  # copies
+        self._started = self._taken = 0  # copies
         memories = [alloc_pinned_memory(max(self._nbytes, 1)) for _ in range(self.lookahead + 1)]
         self._addresses = [memory.ptr for memory in memories]
         self._values = [np.ndarray(shape, kind, memory, 0, strides) for memory in memories]
@@ -103,13 +103,11 @@ class Ring:
         )  # fmt: skip
         self._arrived[slot].record(self._stream)
         self._started += 1
-        self.waiting += 1
 
     def take(self) -> np.ndarray:
         slot = self._taken % len(self._addresses)
         self._arrived[slot].synchronize()
         self._taken += 1
-        self.waiting -= 1
         return self._values[slot].copy()
 
     def __del__(self) -> None:

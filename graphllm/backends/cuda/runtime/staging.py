@@ -5,7 +5,7 @@ Imported when a device is opened.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -41,35 +41,48 @@ class Stager:
         self._half = self._used = 0
         self._scatter: _Scatter | None = None
 
-    def send_all(self, parts: Sequence[tuple[np.ndarray, int]]) -> None:
-        """Write uint8 arrays to their addresses, in stream order."""
-        small = []
+    def sender(self, parts: Sequence[tuple[np.ndarray, int]]) -> Callable[[], None]:
+        """The function that writes what uint8 arrays hold to their addresses, in stream order."""
+        small, large = list[tuple[np.ndarray, int]](), list[tuple[np.ndarray, int]]()
         for data, address in parts:
-            if data.nbytes <= _MAX_PART_BYTES and address % _ALIGN == 0:
-                small.append((data, address))
-            else:
-                self.send(data, address)
+            quick = data.nbytes <= _MAX_PART_BYTES and address % _ALIGN == 0
+            (small if quick else large).append((data, address))
         if len(small) == 1:
-            self.send(*small[0])
-            return
-        for at in range(0, len(small), _MAX_PARTS):
-            self._send_small(small[at : at + _MAX_PARTS])
+            large, small = large + small, []
+        groups = [small[at : at + _MAX_PARTS] for at in range(0, len(small), _MAX_PARTS)]
+        scattered = [self._small_sender(group) for group in groups]
 
-    def _send_small(self, parts: Sequence[tuple[np.ndarray, int]]) -> None:
-        self._allocate()
-        room = sum(ceil(data.nbytes, _ALIGN) + 1 for data, _ in parts) * _ALIGN
-        if self._used + room > _STAGING_BYTES:
-            self._swap()
-        start = at = ceil(self._used, _ALIGN) * _ALIGN
-        half, places = self._halves[self._half], []
-        for data, address in parts:
-            half[at : at + data.nbytes] = data
-            places.append((address, at - start, data.nbytes))
-            at += ceil(data.nbytes, _ALIGN) * _ALIGN
-        self._used = at
-        if self._scatter is None:
-            self._scatter = _Scatter(self._gpu)
-        self._scatter(half.ctypes.data + start, places)
+        def send() -> None:
+            self._gpu.use()
+            for data, address in large:
+                self.send(data, address)
+            for call in scattered:
+                call()
+
+        return send
+
+    def _small_sender(self, parts: Sequence[tuple[np.ndarray, int]]) -> Callable[[], None]:
+        """The same for arrays that one launch of `scatter` writes."""
+        places, arrays, size = np.zeros(_MAX_PARTS, _PART), list[tuple[np.ndarray, int, int]](), 0
+        for index, (data, address) in enumerate(parts):
+            places[index] = address, size, data.nbytes
+            arrays.append((data, size, size + data.nbytes))
+            size += ceil(data.nbytes, _ALIGN) * _ALIGN
+
+        def send() -> None:
+            self._allocate()
+            if self._used + size + _ALIGN > _STAGING_BYTES:
+                self._swap()
+            start = ceil(self._used, _ALIGN) * _ALIGN
+            self._used = start + size
+            stage = self._halves[self._half][start : self._used]
+            for data, first, stop in arrays:
+                stage[first:stop] = data
+            if self._scatter is None:
+                self._scatter = _Scatter(self._gpu)
+            self._scatter(stage.ctypes.data, places)
+
+        return send
 
     def send(self, data: np.ndarray, address: int) -> None:
         """Write uint8 ``data`` to ``address``, in stream order."""
@@ -122,9 +135,7 @@ class _Scatter:
         self._source = np.frombuffer(self._launch.argument(0), np.uint64)
         self._parts = np.frombuffer(self._launch.argument(1), _PART)
 
-    def __call__(self, source: int, parts: Sequence[tuple[int, int, int]]) -> None:
-        """Copy parts (address, offset from ``source``, bytes); ``source``: pinned host memory."""
-        self._source[0] = source
-        self._parts[: len(parts)] = parts
-        self._parts[len(parts) :] = 0
+    def __call__(self, source: int, parts: np.ndarray) -> None:
+        """Copy ``parts``: `_PART` [_MAX_PARTS], at offsets from ``source``, pinned host memory."""
+        self._source[0], self._parts[:] = source, parts
         self._launch()
