@@ -85,7 +85,10 @@ class _HeuristicResult(ctypes.Structure):
 
 @dataclass
 class MatmulPlan:
-    """Descriptors and the algorithm for products of one shape."""
+    """Descriptors and the algorithm for products of one shape.
+
+    ``loaded``: whether its kernel is loaded, as the first launch does, which can take 10 ms.
+    """
 
     task: Any  # cublasLtMatmulDesc_t
     w: Any  # cublasLtMatrixLayout_t, this and the next three
@@ -93,6 +96,7 @@ class MatmulPlan:
     residual: Any
     y: Any
     found: _HeuristicResult
+    loaded: bool = False
 
 
 class CublasLt:
@@ -104,8 +108,12 @@ class CublasLt:
 
         device.gpu.use()
         self._stream = device.gpu.stream.ptr
-        self._lib = ctypes.CDLL(f"libcublasLt.so.{runtime.runtimeGetVersion() // 1000}")
-        self._lib.cublasLtMatmul.argtypes = (*[_POINTER] * 14, ctypes.c_size_t, _POINTER)
+        name = f"libcublasLt.so.{runtime.runtimeGetVersion() // 1000}"
+        self._lib, quick = ctypes.CDLL(name), ctypes.PyDLL(name)
+        # By whether the kernel is loaded: short calls keep the interpreter's lock, as launches do.
+        self._matmul = self._lib.cublasLtMatmul, quick.cublasLtMatmul
+        for each in self._matmul:
+            each.argtypes = (*[_POINTER] * 14, ctypes.c_size_t, _POINTER)
         self._handle = self._create("cublasLtCreate")
         self._workspace = device.alloc(_WORKSPACE)
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
@@ -120,12 +128,13 @@ class CublasLt:
         """Enqueue the product with a given plan."""
         if p.bias:
             self._set("MatmulDesc", plan.task, _DESC_BIAS, ctypes.c_uint64(p.bias))
-        self._check("product", p, self._lib.cublasLtMatmul(
+        self._check("product", p, self._matmul[plan.loaded](
             self._handle, plan.task, byref(ctypes.c_float(p.scale)), p.w, plan.w, p.x, plan.x,
             byref(self._one if p.residual else self._zero), p.residual or p.y, plan.residual,
             p.y, plan.y, byref(plan.found.algorithm), self._workspace.address, _WORKSPACE,
             self._stream,
         ))  # fmt: skip
+        plan.loaded = True
 
     def _plan(self, p: Matmul, tokens: int) -> MatmulPlan:
         """The library's first choice, cached."""

@@ -142,7 +142,9 @@ class Gpu:
         self.processors = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, index)
         self.arch = target(self.capability)
         self.stream = Stream(non_blocking=True)
-        self.library = ctypes.CDLL("libcuda.so.1")
+        # Calls keep the interpreter's lock, as a launch takes microseconds. If they released it, a
+        # busy event loop would take it, and each of hundreds of launches would wait for it.
+        self.library = ctypes.PyDLL("libcuda.so.1")
         self._modules: dict[Module, Loaded] = {}
         self._functions: dict[Function, Any] = {}
         self._ends = [Event(disable_timing=True) for _ in range(2)]  # of long runs, alternating
