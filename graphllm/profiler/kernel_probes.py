@@ -42,6 +42,8 @@ WIDTH, TOKENS = 4096, 512  # of the large linears
 # of 4096 outputs and few tokens in less time than its launch takes, from their L2 cache.
 _DEVICE_ROWS = 16
 COUNTS = (4, 16, 64, TOKENS)  # numbers of tokens of the linears of each format
+FEW_TOKENS = 256  # of a linear whose overhead counts: kernels for few tokens have these at most
+_SMALL_ROWS, _SMALL_COUNT = 1024, 16  # outputs and tokens of a linear that is mostly overhead
 _HEAD_COUNTS = (8, 2)  # of attention: query heads and key heads
 _HEAD_DIM, _BLOCK = 128, 64
 _DIM = 1024  # of the elementwise op
@@ -88,7 +90,8 @@ class KernelRates:
         flops: operations/s at `TOKENS` tokens, by kind and number of threads.
         spreads: excess of the best over the median repetition of ``flops``, as a share.
         steps: fixed overhead of a step in seconds, by number of threads.
-        attention_steps: the same of attention, in a decode step.
+        kernel_steps: the same of kernels for which it is longer: attention in a decode step, and,
+            on devices with memory of their own, linears of 2 to `FEW_TOKENS` tokens (``matmul``).
         shares: by weight format, the share of memory bandwidth that a linear of 1 token reaches.
         many: by weight format and number of tokens (`COUNTS`), the share of the kind's ``flops``
             that a linear reaches.
@@ -97,7 +100,7 @@ class KernelRates:
     flops: Table = field(default_factory=dict)
     spreads: Table = field(default_factory=dict)
     steps: dict[int, float] = field(default_factory=dict)
-    attention_steps: dict[int, float] = field(default_factory=dict)
+    kernel_steps: Table = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
     many: Table = field(default_factory=dict)
 
@@ -139,7 +142,8 @@ def measure(
         one = _attention(backend, threads, 1)
         if one is not None and ATTENTION in found.flops:
             rest = one.nbytes / best(threads) + one.flops / found.flops[ATTENTION][threads]
-            found.attention_steps[threads] = max(0.0, min(one.seconds) - rest)
+            longer = found.kernel_steps.setdefault(ATTENTION, {})
+            longer[threads] = max(0.0, min(one.seconds) - rest)
         gc.collect()
     # With one thread, which has the memory bandwidth to itself. More threads reach the same share.
     for done, name in enumerate(FORMATS, len(counts)):
@@ -152,6 +156,10 @@ def measure(
         for tokens in reversed(COUNTS):
             _add_share(found, alone, form, tokens, time_linear(backend, alone, form, large, tokens))
         gc.collect()  # free these weights before the next are made
+    few = time_linear(backend, alone, Q8_0, _SMALL_ROWS, _SMALL_COUNT) if large > WIDTH else None
+    if few is not None:
+        rate = found.flops[few.kind][alone] * found.many[Q8_0.name][_SMALL_COUNT]
+        found.kernel_steps[MATMUL] = {alone: max(0.0, min(few.seconds) - few.flops / rate)}
     show("measuring linears", total, total)
     return found
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from math import isfinite
@@ -23,6 +23,7 @@ from ..backends import find
 from ..backends.probe_results import ROOFS, THREADS
 from ..cache import CacheFile
 from ..errors import RequestError
+from ..graph.op import ATTENTION, MATMUL
 from ..system_info import OtherProcesses, free_bytes
 from . import kernel_probes
 from .machine_load import MAX_OTHER_LOAD
@@ -31,7 +32,11 @@ MAX_AGE = timedelta(days=1)
 # Working set of the memory probes. Caches of up to half a GB exist.
 MAX_PROBE_BYTES, MIN_PROBE_BYTES = 2 << 30, 1 << 30
 STORES = ("write", "copy")  # the kinds of `Ceilings.rates` that write
-_VERSION = 5  # of the cache entry; other versions are ignored
+_OVERHEADS = {  # titles of `Ceilings.kernel_steps`
+    ATTENTION: "attention overhead, us",
+    MATMUL: "small-batch overhead, us",
+}
+_VERSION = 6  # of the cache entry; other versions are ignored
 _CACHE_FILE, _MAX_FILE_BYTES = CacheFile("ceilings.json"), 1 << 20
 
 Show = Callable[[str, int, int], None]
@@ -57,7 +62,8 @@ class Ceilings:
         roofs: the entries of ``peaks`` that bound ``float`` and ``integer`` arithmetic.
         how: instructions of each peak, or why it was not measured.
         steps: fixed overhead of a step in seconds, by count of threads.
-        attention_steps: the same of attention in a decode step, which may be several launches.
+        kernel_steps: the same by kind of kernels for which it is longer, such as several launches:
+            ``attention`` of a decode step, ``matmul`` of 2 to `kernel_probes.FEW_TOKENS` tokens.
         shares: by weight format, the share of `bytes_s` that a linear of 1 token reaches.
         many: by weight format and number of tokens, the share of `flop_s` that a linear reaches.
         counted: what the counts are of: threads, or on a GPU blocks per multiprocessor.
@@ -73,7 +79,7 @@ class Ceilings:
     rates: Mapping[str, Mapping[int, float]]
     flops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     steps: Mapping[int, float] = field(default_factory=dict)
-    attention_steps: Mapping[int, float] = field(default_factory=dict)
+    kernel_steps: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     many: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     caches: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
@@ -117,13 +123,13 @@ class Ceilings:
             return known[counts[-1]]
         return tokens / float(np.interp(tokens, counts, times))
 
-    def step_overhead(self, threads: int = 0, attention: bool = False) -> float:
+    def step_overhead(self, threads: int = 0, kinds: Collection[str] = ()) -> float:
         """Return the fixed overhead of a step in seconds, for at most ``threads`` threads.
 
-        ``attention``: whether the step computes attention of a decode step.
+        ``kinds``: those of `kernel_steps` that the step has.
         """
         found = 0.0
-        for table in (self.steps, self.attention_steps if attention else {}):
+        for table in (self.steps, *(self.kernel_steps.get(kind, {}) for kind in kinds)):
             counts = [n for n in table if self._fits(n, threads)]
             found = max(found, table[max(counts)] if counts else 0.0)
         return found
@@ -167,10 +173,8 @@ class Ceilings:
 
 def _table(c: Ceilings) -> Iterator[str]:
     """Yield a table of rates, one column per count."""
-    overheads = {
-        "fixed overhead of a step, us": c.steps, "the same of attention, us": c.attention_steps
-    }  # fmt: skip
-    steps = {title: by for title, by in overheads.items() if by}
+    steps = {"fixed overhead of a step, us": c.steps} if c.steps else {}
+    steps |= {_OVERHEADS[kind]: by for kind, by in c.kernel_steps.items() if kind in _OVERHEADS}
     kinds: list[tuple[str, Mapping[str, Mapping[int, float]], float, int]] = [
         ("{}, GB/s", c.rates, 1e-9, 1),
         ("{}, GB/s", c.caches, 1e-9, 1),
@@ -269,7 +273,7 @@ def measure(backend: str, show: Show, nbytes: int = 0) -> Ceilings:
     counts = sorted(own.memory["read"]) if by_threads else [0]
     more = kernel_probes.measure(backend, found.bytes_s, counts, size, show)
     found = replace(
-        found, flops=more.flops, steps=more.steps, attention_steps=more.attention_steps,
+        found, flops=more.flops, steps=more.steps, kernel_steps=more.kernel_steps,
         shares=more.shares, many=more.many, spreads={**own.spreads, **more.spreads},
         others=others.share() if by_threads else None,
     )  # fmt: skip
@@ -300,10 +304,9 @@ def _read(entry: Mapping[str, Any]) -> Ceilings:
     if entry["version"] != _VERSION:
         raise ValueError(entry["version"])
     fields = {name: entry[name] for name in Ceilings.__dataclass_fields__}
-    for name in ("rates", "flops", "caches", "peaks", "spreads", "many"):
+    for name in ("rates", "flops", "caches", "peaks", "spreads", "many", "kernel_steps"):
         fields[name] = {str(kind): _numbers(row, int) for kind, row in fields[name].items()}
-    for name in ("steps", "attention_steps"):
-        fields[name] = _numbers(fields[name], int)
+    fields["steps"] = _numbers(fields["steps"], int)
     fields["shares"] = _numbers(fields["shares"], str)
     fields["roofs"] = {kind: tuple(map(str, fields["roofs"][kind])) for kind in ROOFS}
     fields["how"] = {str(kind): str(text) for kind, text in fields["how"].items()}

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from .. import backends as registry
 from ..compiler.plan import HOST, Plan, Step
-from ..graph.op import ATTENTION
+from ..graph.op import ATTENTION, MATMUL
 from ..graph.tensor import WEIGHT
 from ..ops import get
 from . import roofline
 from .bench import leaf_bytes
-from .kernel_probes import FLOAT, operations
+from .kernel_probes import FEW_TOKENS, FLOAT, operations
 from .roofline import Ceilings
 
 _OVERLAP = 1.5  # exponent; 1: nothing overlaps; infinity: all does
@@ -60,10 +60,7 @@ class TimePredictor:
         else:
             moved = leaf_bytes(step.node, env) * _format_slowdown(step, ceiling)
         both = _overlapped(step, moved / best, computes or 0.0)
-        attends = env["T"] == env["S"] and any(
-            kind == ATTENTION for kind, *_ in operations(step.node, env)
-        )
-        return both + ceiling.step_overhead(threads, attends)
+        return both + ceiling.step_overhead(threads, _slow_kinds(step, env))
 
     def lacking(self, plans: Sequence[Plan]) -> list[str]:
         """Return a line for each backend with a missing measurement."""
@@ -85,6 +82,17 @@ class TimePredictor:
             f"{name}: {c.bytes_s(self.threads) / 1e9:.1f} GB/s, {c.provenance()}"
             for name, c in self.known.items()
         ]
+
+
+def _slow_kinds(step: Step, env: Mapping[str, int]) -> set[str]:
+    """Return the kinds of `Ceilings.kernel_steps` that the step has."""
+    found = set[str]()
+    for kind, form, tokens, _ in operations(step.node, env):
+        if form and 1 < tokens <= FEW_TOKENS:
+            found.add(MATMUL)
+        elif kind == ATTENTION and env["T"] == env["S"]:
+            found.add(ATTENTION)
+    return found
 
 
 def _overlapped(step: Step, moving: float, computing: float) -> float:

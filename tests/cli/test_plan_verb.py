@@ -229,13 +229,29 @@ def test_attention_of_a_decode_step_takes_longer(tiny, monkeypatch):
     rates = {"read": {1: GB_S}}, {"float": {1: GFLOP_S}, "integer": {1: GFLOP_S}}, {1: 2e-6}
     seconds = []
     for overhead in (0.0, 1e-6, 7e-6):
-        own = Ceilings(CPU, "a machine", DATE, 1, *rates, attention_steps={1: overhead})
+        longer = {"attention": {1: overhead}, "matmul": {1: 1e-3}}  # not of one token
+        own = Ceilings(CPU, "a machine", DATE, 1, *rates, kernel_steps=longer)
         monkeypatch.setattr(roofline, "load_cached", lambda name, own=own: own)
         run = graphllm.dry_run(RandomCheckpoint("qwen2-1.5b", "q8_0"), device=CPU, threads=1)
         seconds.append((run.token.seconds, run.prefill.seconds))
     (token, prompt), short, long = seconds
     assert short == (token, prompt)
     assert long == (pytest.approx(token + 28 * 5e-6, rel=1e-9), prompt)
+
+
+def test_linears_of_few_tokens_take_longer(tiny, monkeypatch):
+    """By their overhead, in decode steps of several sequences; each layer has four."""
+    rates = {"read": {1: GB_S}}, {"float": {1: GFLOP_S}, "integer": {1: GFLOP_S}}, {1: 2e-6}
+    steps = []
+    for overhead in (0.0, 9e-6):
+        own = Ceilings(CPU, "", DATE, 1, *rates, kernel_steps={"matmul": {1: overhead}})
+        monkeypatch.setattr(roofline, "load_cached", lambda name, own=own: own)
+        run = graphllm.dry_run(
+            RandomCheckpoint("qwen2-1.5b", "f16"), device=CPU, threads=1, batches=[1, 16]
+        )
+        steps.append([each.step_s for each in run.batches])
+    (one, many), (same, more) = steps
+    assert same == one and more == pytest.approx(many + (4 * 28 + 1) * 7e-6, rel=1e-6)
 
 
 def test_operations_of_fused_steps_by_kind(tiny):

@@ -84,8 +84,10 @@ def test_measurement_is_cached(cache, measurement, monkeypatch):
     for by_count in [row for table in tables for row in table.values()]:
         assert list(by_count) == list(thread_counts(usable_cores()))
         assert min(by_count.values()) > 1e7
-    assert set(found.steps) == set(found.attention_steps) == set(thread_counts(usable_cores()))
-    assert all(0 <= seconds < 1e-3 for seconds in found.attention_steps.values())
+    assert set(found.steps) == set(thread_counts(usable_cores()))
+    ((kind, overheads),) = found.kernel_steps.items()
+    assert kind == "attention" and set(overheads) == set(found.steps)
+    assert all(0 <= seconds < 1e-3 for seconds in overheads.values())
     assert set(found.shares) == set(found.many) == set(kernel_probes.FORMATS)
     assert (
         0 < max(found.shares.values()) <= 1
@@ -113,7 +115,24 @@ def test_devices_with_their_own_memory_compute_larger_linears(monkeypatch):
         kernel_probes.measure("any", lambda threads: 1e12, [0], 1 << 30, ignore_progress)
         rows[memory] = {rows for rows, tokens in asked if tokens > 1}
         asked.clear()
-    assert rows == {"host": {4096}, "gpu": {16 * 4096}}
+    assert rows == {"host": {4096}, "gpu": {16 * 4096, 1024}}  # and one that is mostly overhead
+
+
+def test_the_overhead_of_a_small_batch_on_a_device(monkeypatch):
+    """What a small linear takes beyond the rate that a large one reaches at 16 tokens."""
+    rate = 2e12
+
+    def time_linear(backend, threads, form, rows, tokens):
+        flops = 2.0 * rows * 4096 * tokens
+        seconds = flops / rate + (5e-6 if rows == 1024 else 0.0)
+        return kernel_probes.StepSample("float", 1.0, flops, [seconds])
+
+    for name in ("_attention", "_elementwise", "step_overhead"):
+        monkeypatch.setattr(kernel_probes, name, lambda *args: None)
+    monkeypatch.setattr(kernel_probes, "time_linear", time_linear)
+    monkeypatch.setattr(kernel_probes, "find", lambda name: SimpleNamespace(memory="gpu"))
+    found = kernel_probes.measure("any", lambda threads: 1e12, [0], 1 << 30, ignore_progress)
+    assert found.kernel_steps == {"matmul": {0: pytest.approx(5e-6)}}
 
 
 def test_counts_of_threads():
@@ -260,7 +279,8 @@ def test_table():
     found = made(
         flops={"float": {1: 5e11}}, steps={1: 4e-6, 2: 5e-6}, shares={"q4_0": 0.5},
         many={"q4_0": {16: 0.51, 512: 1.02}}, caches={"L2 2 MB": {1: 2e11}},
-        attention_steps={1: 6e-6}, peaks={"int8": {4: 3e12}}, spreads={"read": {1: 0.011, 2: 0.25}},
+        kernel_steps={"attention": {1: 6e-6}, "matmul": {1: 5e-6}},
+        peaks={"int8": {4: 3e12}}, spreads={"read": {1: 0.011, 2: 0.25}},
         how={"int8": "vpdpbusd", "f16": "not here"},
     )  # fmt: skip
     assert found.lines()[1:] == [
@@ -271,7 +291,8 @@ def test_table():
         "int8 multiply-add, GFLOP/s                         3000",
         "float at 512 tokens, GFLOP/s      500",
         "fixed overhead of a step, us      4.0      5.0",
-        "the same of attention, us         6.0",
+        "attention overhead, us            6.0",
+        "small-batch overhead, us          5.0",
         "share of memory bandwidth of a linear at 1 token: q4_0 50%",
         "share of FLOP/s of a linear at 16 tokens: q4_0 51%",
         "share of FLOP/s of a linear at 512 tokens: q4_0 102%",
