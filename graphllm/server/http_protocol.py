@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _MOST_TRAILING = 1 << 16  # bytes after a request that are read before its response has ended
+_MOST_KNOWN = 64  # responses whose headers are remembered
 _WRITE_CHUNK = "graphllm.write_chunk"  # in the scope of a request
 WriteChunk = Callable[[bytes], bool]
+
+
+class _Connection(h11.Connection):
+    """h11's connection, which completes the headers of equal responses once.
+
+    h11 adds the headers of the connection one after another, and checks all headers each time. They
+    depend on the response and on the attributes in the key. If a later h11 has no such method,
+    nothing is remembered.
+    """
+
+    _known: ClassVar[dict[tuple[object, ...], h11.Response]] = {}
+
+    def _clean_up_response_headers_for_sending(self, response: h11.Response) -> h11.Response:
+        key = (
+            response.status_code,
+            response.reason,
+            *response.headers.raw_items(),
+            self._request_method,
+            self.their_http_version,
+            self._cstate.keep_alive,
+        )
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _MOST_KNOWN:  # each second has headers of its own
+                self._known.clear()
+            found = super()._clean_up_response_headers_for_sending(response)
+            self._known[key] = found
+        return found
 
 
 class StreamingProtocol(H11Protocol):
@@ -22,6 +52,7 @@ class StreamingProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.conn = _Connection(h11.SERVER)
         own: ASGIApp = self.app
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
