@@ -114,7 +114,8 @@ class EventStream:
                 raise self._failure from None
             raise
         finally:
-            self._send = None  # no more events are made
+            # No more events are made. The engine may know this stream until its next step.
+            self._send = self._write_chunk = None
             if self._waiting is not None:
                 self._waiting.cancel()
             self._events.close()
