@@ -216,7 +216,7 @@ def _padded(
 
 @lru_cache
 def _filled(width: int, fill: float, kind: type) -> np.ndarray:
-    found = np.full((1, width), fill, kind)
+    found: np.ndarray = np.full((1, width), fill, kind)
     found.flags.writeable = False  # many requests have it
     return found
 
