@@ -3,44 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
-import h11
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _MOST_TRAILING = 1 << 16  # bytes after a request that are read before its response has ended
-_MOST_KNOWN = 64  # responses whose headers are remembered
 _WRITE_CHUNK = "graphllm.write_chunk"  # in the scope of a request
 WriteChunk = Callable[[bytes], bool]
-
-
-class _Connection(h11.Connection):
-    """h11's connection, which completes the headers of equal responses once.
-
-    h11 adds the headers of the connection one after another, and checks all headers each time. They
-    depend on the response and on the attributes in the key. If a later h11 has no such method,
-    nothing is remembered.
-    """
-
-    _known: ClassVar[dict[tuple[object, ...], h11.Response]] = {}
-
-    def _clean_up_response_headers_for_sending(self, response: h11.Response) -> h11.Response:
-        key = (
-            response.status_code,
-            response.reason,
-            *response.headers.raw_items(),
-            self._request_method,
-            self.their_http_version,
-            self._cstate.keep_alive,
-        )
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) >= _MOST_KNOWN:  # each second has headers of its own
-                self._known.clear()
-            found = super()._clean_up_response_headers_for_sending(response)
-            self._known[key] = found
-        return found
 
 
 class StreamingProtocol(H11Protocol):
@@ -49,10 +19,6 @@ class StreamingProtocol(H11Protocol):
     h11 checks each part of a body and wraps it in a chunk, which takes longer than the rest of an
     event. The first and the last part of a response must be sent as usual.
     """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.conn = _Connection(h11.SERVER)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Note that the connection is closed."""

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-from itertools import product
 
 import pytest
 from running_server import KEY, Running
-
-pytest.importorskip("starlette")
-
-import h11
-
-from graphllm.server.http_protocol import _Connection
 
 
 def exchange(server: Running, version: str, body: dict[str, object]) -> tuple[bytes, bytes]:
@@ -57,25 +50,6 @@ def test_a_stream_has_chunks_only_in_http_1_1(llm, server, version):
     assert end == b"data: [DONE]"
     pieces = [json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] for event in events]
     assert "".join(pieces) == want
-
-
-def test_the_headers_of_a_response_are_those_of_h11():
-    """Those that were completed before, too, whatever the request and the response are."""
-    requests = [
-        b"%b /v1/models HTTP/%b\r\nHost: a\r\nConnection: %b\r\n\r\n" % each
-        for each in product((b"GET", b"HEAD"), (b"1.0", b"1.1"), (b"close", b"keep-alive"))
-    ]
-    headers = [[], [("content-length", "3")], [("content-length", "4"), ("x", "y")]]
-    for _, request, status, own in product(range(2), requests, (200, 404), headers):
-        found = list[bytes | None]()
-        for kind in (h11.Connection, _Connection):
-            connection = kind(h11.SERVER)
-            connection.receive_data(request)
-            while not isinstance(connection.next_event(), h11.EndOfMessage):
-                pass
-            found.append(connection.send(h11.Response(status_code=status, headers=own)))
-        assert found[0] == found[1]
-    assert len(_Connection._known) <= 64
 
 
 def test_paths_with_and_without_parameters_and_other_methods(server):
