@@ -242,7 +242,8 @@ class TextGenerator(LoadedModel):
     ) -> RequestHandle:  # fmt: skip
         """Check a request and add it to the batch; ``completion`` gets its prompt and seed."""
         began = time.perf_counter_ns()
-        check({"seen": Optional(function)}, {"seen": seen})
+        if seen is not None:
+            function("seen", seen)
         completion.seed = sampling.seed or 0
         ids, sampling = self._sequence(prompt, sampling, completion)
         completion.timings.load_s = self.load_s

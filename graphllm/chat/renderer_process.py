@@ -136,23 +136,27 @@ class RendererProcess:
         self._socket.sendall(data, _NO_SIGNAL)
 
     def _receive(self, seconds: float) -> tuple[dict[str, Any], str]:
-        end = time.monotonic() + seconds
-        sizes = self._read(2 * LENGTH_BYTES, end)
-        head = int.from_bytes(sizes[:LENGTH_BYTES], "little")
-        text = int.from_bytes(sizes[LENGTH_BYTES:], "little")
-        header = json.loads(self._read(head, end))
-        return header, self._read(text, end).decode()
+        """Receive the reply, in one call if all of it is there.
 
-    def _read(self, size: int, end: float) -> bytes:
+        For each call the thread gives up the interpreter's lock, and may wait for it afterwards.
+        """
+        end, data = time.monotonic() + seconds, bytearray()
+        begin = 2 * LENGTH_BYTES
+        self._read(data, begin, end)
+        middle = begin + int.from_bytes(data[:LENGTH_BYTES], "little")
+        stop = middle + int.from_bytes(data[LENGTH_BYTES:begin], "little")
+        self._read(data, stop, end)
+        return json.loads(data[begin:middle]), data[middle:stop].decode()
+
+    def _read(self, data: bytearray, size: int, end: float) -> None:
+        """Receive until ``data`` has at least ``size`` bytes."""
         assert self._socket is not None
-        data = bytearray()
         while len(data) < size:
             self._socket.settimeout(max(0.001, end - time.monotonic()))
-            piece = self._socket.recv(min(size - len(data), 1 << 20))
+            piece = self._socket.recv(min(max(size - len(data), 1 << 16), 1 << 20))
             if not piece:
                 raise EOFError
             data += piece
-        return bytes(data)
 
     def _end(self, error: Exception) -> str:
         """End the process and return the reason why it did not reply."""

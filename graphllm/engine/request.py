@@ -79,6 +79,9 @@ _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
     "profile": flag,
     **BEAM_RULES,
 }
+_ID_FIELDS = (  # of the fields of `Sampling`
+    "stop_ids", "logit_bias", "banned_ids", "allowed_ids", "dry_breaker_ids", "forced_ids",
+)  # fmt: skip
 # Names in transformers, vLLM and llama.cpp; the command line accepts them, too.
 ALIASES = {
     "n_predict": "max_tokens",
@@ -255,10 +258,10 @@ class Sampling:
     @property
     def ids_by_field(self) -> dict[str, list[int]]:
         """Token ids that the settings mention, by the name of their field."""
-        lists = ("stop_ids", "logit_bias", "banned_ids", "allowed_ids", "dry_breaker_ids",
-                 "forced_ids")  # fmt: skip
-        end = [] if self.forced_eos_id is None else [self.forced_eos_id]
-        return {**{name: [*getattr(self, name)] for name in lists}, "forced_eos_id": end}
+        found = {name: [*ids] for name in _ID_FIELDS if len(ids := getattr(self, name))}
+        if self.forced_eos_id is not None:
+            found["forced_eos_id"] = [self.forced_eos_id]
+        return found
 
     @property
     def token_ids(self) -> list[int]:
@@ -287,20 +290,21 @@ class Sampling:
                 raise RequestError(f"{twice} are the same argument: give one of them", own)
             found[own] = value
         base, new = found.pop("sampling", None), found
-        if base is None or isinstance(base, Mapping):
-            base = cls.from_arguments(where, base) if base else cls()
+        if isinstance(base, Mapping):
+            base = cls.from_arguments(where, base) if base else None
         elif isinstance(base, cls):
             new = vars(base) | found  # nothing has checked it
-        else:
+        elif base is not None:
             raise invalid_argument("sampling", base, "a graphllm.Sampling or a mapping")
-        made = replace(base, **check(_RULES, new))
-        check_beams(vars(made), vars(cls()), found)
+        own = {} if base is None else vars(base)
+        made = cls(**{**own, **check(_RULES, new)})
+        check_beams(vars(made), _DEFAULTS, found)
         return made
 
     def normalize(self) -> Sampling:
         """Return a validated copy with built-in types and a seed. RequestError: invalid value."""
         made = Sampling(**check(_RULES, vars(self)))
-        check_beams(vars(made), vars(Sampling()))
+        check_beams(vars(made), _DEFAULTS)
         return made.with_seed()
 
     def unlimited(self) -> Sampling:
@@ -309,8 +313,9 @@ class Sampling:
 
     def with_seed(self) -> Sampling:
         """Return a copy with a random seed, or the settings themselves if they have one."""
-        return (
-            self
-            if self.seed is not None
-            else replace(self, seed=int.from_bytes(os.urandom(4), "big"))
-        )
+        if self.seed is not None:
+            return self
+        return Sampling(**{**vars(self), "seed": int.from_bytes(os.urandom(4), "big")})
+
+
+_DEFAULTS = vars(Sampling())

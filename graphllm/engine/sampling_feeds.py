@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -93,10 +94,10 @@ def sampling_row(
         **_filter_feeds(sampling),
         **_penalty_feeds(limits, sampling),
         "seed": np.array([sampling.seed or 0], np.int64),
-        "early_stop": _padded(eos_ids, limits.stops)[None],
-        "bias_ids": _padded(list(bias), limits.biases)[None],
-        "bias": _padded(list(bias.values()), limits.biases, 0.0, np.float32)[None],
-        "allowed": _padded(sampling.allowed_ids, limits.allowed)[None],
+        "early_stop": _padded(eos_ids, limits.stops),
+        "bias_ids": _padded(list(bias), limits.biases),
+        "bias": _padded(list(bias.values()), limits.biases, 0.0, np.float32),
+        "allowed": _padded(sampling.allowed_ids, limits.allowed),
     }
 
 
@@ -200,7 +201,7 @@ def _penalty_feeds(limits: Limits, sampling: Sampling) -> dict[str, np.ndarray]:
     return {
         "penalty_factors": np.array([[row[name] for name in FACTORS]], np.float32),
         "penalty_windows": np.array([[row[name] for name in WINDOWS]], np.int32),
-        "breakers": _padded(sampling.dry_breaker_ids, limits.breakers)[None],
+        "breakers": _padded(sampling.dry_breaker_ids, limits.breakers),
     }
 
 
@@ -215,9 +216,19 @@ def _check_lengths(lengths: Mapping[str, tuple[int, int]]) -> None:
 def _padded(
     values: Sequence[float], width: int, fill: float = -1, kind: type = np.int32
 ) -> np.ndarray:
-    """Return an array [width] that begins with ``values``."""
-    found: np.ndarray = np.full(width, fill, kind)
-    found[: len(values)] = values
+    """Return an array [1, width] that begins with ``values``."""
+    empty = _filled(width, fill, kind)
+    if not values:
+        return empty
+    found = empty.copy()
+    found[0, : len(values)] = values
+    return found
+
+
+@lru_cache
+def _filled(width: int, fill: float, kind: type) -> np.ndarray:
+    found: np.ndarray = np.full((1, width), fill, kind)
+    found.flags.writeable = False  # many requests have it
     return found
 
 

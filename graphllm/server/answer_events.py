@@ -26,7 +26,7 @@ def answer_events(
     """
     prompts = [each.handle.completion for each in requests]
     for event in answer.begin(prompts, samples):
-        yield from answer.framed(event)
+        yield answer.frame(event)
     for index, each in enumerate(requests):  # all are computed meanwhile
         first = index * samples
         for new in _new_pieces(each, first):
@@ -36,7 +36,7 @@ def answer_events(
                 yield b""
         for sample, done in enumerate(each.completions):
             for event in answer.ended(first + sample, done.finish_reason):
-                yield from answer.framed(event)
+                yield answer.frame(event)
     last = list(answer.finish(prompts))
     if answer.bills:
         last[-1] |= bill_field(request, prompts)

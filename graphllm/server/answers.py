@@ -112,11 +112,11 @@ class Answer:
         return error.body
 
     def frame(self, event: Object) -> bytes:
-        """Return a server-sent event."""
-        return b"".join(self.framed(event))
+        """Return a server-sent event without log-probabilities."""
+        return b"data: %b\n\n" % json_bytes(event)
 
     def framed(self, event: Object) -> Iterator[bytes]:
-        """Yield a server-sent event in parts, see `json_parts`."""
+        """Yield any server-sent event in parts, see `json_parts`."""
         yield b"data: "
         yield from json_parts(event)
         yield b"\n\n"

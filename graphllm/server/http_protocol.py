@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _MOST_TRAILING = 1 << 16  # bytes after a request that are read before its response has ended
@@ -20,15 +19,10 @@ class StreamingProtocol(H11Protocol):
     event. The first and the last part of a response must be sent as usual.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        own: ASGIApp = self.app
-
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            scope[_WRITE_CHUNK] = self.write_chunk
-            await own(scope, receive, send)
-
-        self.app = app
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note that the connection is closed."""
+        super().connection_lost(exc)
+        self._give_writer(None)  # a cycle would be left to the garbage collector
 
     def handle_events(self) -> None:
         """Handle what has been read, and read on while a request runs.
@@ -37,9 +31,16 @@ class StreamingProtocol(H11Protocol):
         client disconnects. They are kept for the next request, up to a bound.
         """
         super().handle_events()
+        self._give_writer(self.write_chunk)
         is_read = self.cycle is not None and not self.cycle.more_body
         if self.flow.read_paused and is_read and len(self.conn.trailing_data[0]) < _MOST_TRAILING:
             self.flow.resume_reading()
+
+    def _give_writer(self, writer: WriteChunk | None) -> None:
+        """Set what `chunk_writer` returns for the last request; its task runs after this."""
+        scope: Scope | None = self.scope  # type: ignore[assignment]
+        if scope is not None:
+            scope[_WRITE_CHUNK] = writer
 
     def write_chunk(self, data: bytes) -> bool:
         """Write a chunk of the current response; return False if it must be sent as usual.

@@ -40,15 +40,15 @@ async def until_disconnect(receive: Receive, work: Awaitable[Value]) -> Value:
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnect(receive))
+    watcher.add_done_callback(lambda _: task.cancel())
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnected
-        return task.result()
+        return await task
+    except asyncio.CancelledError:
+        if watcher.done():
+            raise ClientDisconnected from None
+        raise
     finally:
-        task.cancel()
         watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -79,23 +79,17 @@ class EventStream:
         self._events, self._form, self._closed = events, form, closed
         self._send: Send | None = None  # None before the first event, and after the last one
         self._write_chunk: WriteChunk | None = None
-        self._finished: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[Any] | None = None  # runs the response
         self._waiting: asyncio.Task[None] | None = None  # sends, as soon as there is room
+        self._failure: BaseException | None = None  # of a `send` in a callback
         self._caught_up = True  # whether all results that were looked up have been sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
-        self._write_chunk = chunk_writer(scope)
-
-        async def watched() -> Message:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                self._send = None  # no more events are made, also before `_run` is cancelled
-            return message
-
+        self._write_chunk, self._task = chunk_writer(scope), asyncio.current_task()
         try:
-            await until_disconnect(watched, self._run(send))
-        except (ClientDisconnected, OSError):
+            await self._run(receive, send)
+        except OSError:
             pass
         except asyncio.CancelledError:
             with suppress(asyncio.TimeoutError, OSError):
@@ -104,19 +98,24 @@ class EventStream:
         finally:
             self._closed()
 
-    async def _run(self, send: Send) -> None:
+    async def _run(self, receive: Receive, send: Send) -> None:
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-store"),
             (b"x-accel-buffering", b"no"),  # nginx would collect the events
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        self._send, self._finished = send, asyncio.get_running_loop().create_future()
+        self._send = send
         try:
             self.wake()
-            await self._finished
+            await _disconnect(receive)  # which ASGI also has after the last event
+        except asyncio.CancelledError:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
         finally:
-            self._send = None
+            # No more events are made. The engine may know this stream until its next step.
+            self._send = self._write_chunk = None
             if self._waiting is not None:
                 self._waiting.cancel()
             self._events.close()
@@ -132,12 +131,12 @@ class EventStream:
         try:
             self._waiting = start(self._send(_body(data, more)))
         except Exception as error:
-            self._end(error)
+            self._fail(error)
             return
         if self._waiting is not None:
             self._waiting.add_done_callback(partial(self._sent, more))
         elif not more:
-            self._end()
+            self._send = None
         else:
             self._go_on(data)
 
@@ -151,19 +150,18 @@ class EventStream:
         self._waiting = None
         if task.cancelled():
             return
-        if (error := task.exception()) is not None or not more:
-            self._end(error)
+        if (error := task.exception()) is not None:
+            self._fail(error)
+        elif not more:
+            self._send = None
         else:
             self.wake()
 
-    def _end(self, error: BaseException | None = None) -> None:
-        self._send = None
-        if self._finished is None or self._finished.done():
-            return
-        if error is None:
-            self._finished.set_result(None)
-        else:
-            self._finished.set_exception(error)
+    def _fail(self, error: BaseException) -> None:
+        """End the response with an error of `send`."""
+        self._send, self._failure = None, error
+        if self._task is not None:
+            self._task.cancel()
 
     def _new_events(self) -> tuple[bytes, bool]:
         """Return the events that there are, `MAX_JOINED` at most, and whether others follow.
@@ -208,8 +206,21 @@ def start(work: Awaitable[None]) -> asyncio.Task[None] | None:
     return asyncio.ensure_future(_rest(steps, awaited))
 
 
+async def within(seconds: float, work: Awaitable[Value]) -> Value:
+    """As `asyncio.wait_for`, without a task if ``work`` does not wait.
+
+    asyncio.TimeoutError: it took longer.
+    """
+    steps = work.__await__()
+    try:
+        awaited = steps.send(None)
+    except StopIteration as end:
+        return end.value
+    return await asyncio.wait_for(_rest(steps, awaited), seconds)
+
+
 @coroutine
-def _rest(steps: Generator[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+def _rest(steps: Generator[Any, Any, Value], awaited: Any) -> Generator[Any, Any, Value]:
     """Run the rest of ``steps``, which wait for the future ``awaited``."""
     while True:
         try:
@@ -218,5 +229,5 @@ def _rest(steps: Generator[Any, Any, None], awaited: Any) -> Generator[Any, Any,
             resume = partial(steps.throw, error)
         try:
             awaited = resume()
-        except StopIteration:
-            return
+        except StopIteration as end:
+            return end.value

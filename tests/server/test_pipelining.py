@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -87,3 +89,22 @@ def test_what_follows_a_request_is_bounded(llm, server, monkeypatch):
         assert len(own.conn.trailing_data[0]) < 500_000
         gate.set()
     wait_until(lambda: not llm.engine.batcher.generations)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_connection_is_freed_without_the_garbage_collector(server, stream):
+    """Whose collections stop all requests for as long as it takes to look at all new objects."""
+    gc.collect()
+    gc.disable()
+    try:
+        with connect(server) as connection:
+            connection.sendall(post(max_tokens=2, stream=stream))
+            found = b""
+            while not found.endswith((b"}", b"0\r\n\r\n")):
+                found += connection.recv(1 << 16)
+            (own,) = server.server.server_state.connections
+            alive = weakref.ref(own)
+            del own
+        wait_until(lambda: alive() is None)
+    finally:
+        gc.enable()

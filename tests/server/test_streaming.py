@@ -61,6 +61,8 @@ class Stream:
             self.sent.append((len(message["body"]), self.turns.count))
             if self._slow:
                 await self.room.wait()
+            if not message["more_body"]:
+                self.disconnect.set()  # as ASGI has it after a response
 
     async def run(self) -> None:
         await self.stream({"http_version": "1.0"}, self._receive, self._send)
@@ -116,3 +118,38 @@ def test_no_events_are_made_after_a_disconnect():
 
     made, stream = asyncio.run(run())
     assert stream.made == made < 10 and len(stream.sent) == 1
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_an_error_of_send_ends_the_response(slow, known):
+    """Of a `send` that waits or does not, in a callback or when the response begins.
+
+    The client does not disconnect.
+    """
+
+    async def run() -> Stream:
+        stream = Stream(slow)
+        stream.results, stream.ended = (5 if known else 0), False
+        send = stream._send
+
+        async def failing(message: Any) -> None:
+            await send(message)
+            if message["type"] == "http.response.body":
+                raise ValueError("no")
+
+        task = asyncio.ensure_future(
+            stream.stream({"http_version": "1.0"}, stream._receive, failing)
+        )
+        for _ in range(3):
+            await asyncio.sleep(0)
+        stream.results = 5
+        stream.stream.wake()
+        await asyncio.sleep(0)
+        stream.room.set()
+        with pytest.raises(ValueError, match="no"):
+            await asyncio.wait_for(task, 60)
+        stream.stream.wake()
+        return stream
+
+    assert len(asyncio.run(run()).sent) == 1

@@ -54,11 +54,17 @@ class _Caller(threading.local):
         self.runs_kernels = _stack_bytes() >= _CALLER_STACK_BYTES
 
 
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.pthread_self.restype = ctypes.c_void_p
+    return libc
+
+
 def _stack_bytes() -> int:
     """Return the size of the current thread's stack; that of a worker if it is not known."""
-    libc, attributes, size = ctypes.CDLL(None), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    libc, attributes, size = _libc(), ctypes.create_string_buffer(256), ctypes.c_size_t()
     read = getattr(libc, "pthread_getattr_np", None)
-    libc.pthread_self.restype = ctypes.c_void_p
     if read is None or read(ctypes.c_void_p(libc.pthread_self()), attributes):
         return _STACK_BYTES
     libc.pthread_attr_getstacksize(attributes, ctypes.byref(size))
