@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ..compiler.plan import HOST
 from ..engine.batch_plans import bind_batch_plans
 from ..engine.completion import Sampled
 from ..engine.request import Sampling
@@ -153,7 +154,8 @@ def run(
 def warm_up(engine: Engine, sampling: Sampling) -> None:
     """Bind the plans of all batches, and run a step of each size and a full step of prompts.
 
-    The first runs load kernels, and libraries choose algorithms.
+    The first runs load kernels. On a device, libraries choose and load one by the number of tokens,
+    so prompts of all multiples of a block are run, too.
     """
     bind_batch_plans(engine, lambda what, done, total: None)
     limits, most, count = engine.limits, engine.scheduler.sequences, 1
@@ -161,7 +163,14 @@ def warm_up(engine: Engine, sampling: Sampling) -> None:
         _run_prompts(engine, sampling, count, 2)  # a prompt of one is computed by a decode step
         count = min(2 * count, most)
     _run_prompts(engine, sampling, most, 2)
-    _run_prompts(engine, sampling, most, max(1, min(limits.context - 8, limits.tokens // most)))
+    longest = max(1, limits.context - 8)
+    on_host = all(step.memory == HOST for step in engine.decode_plan().steps)
+    for tokens in range(limits.block, limits.tokens, limits.block) if not on_host else ():
+        engine.clear_cache()
+        count = min(most, -(-tokens // longest))
+        _run_prompts(engine, sampling, count, min(longest, tokens // count))
+    engine.clear_cache()
+    _run_prompts(engine, sampling, most, max(1, min(longest, limits.tokens // most)))
 
 
 def _run_prompts(engine: Engine, sampling: Sampling, count: int, length: int) -> None:

@@ -394,6 +394,13 @@ def test_the_host_works_while_a_device_decodes():
             for each, ahead in ((device, True), (device, False), (split, True), (own, True))
         ]
         assert found == [max(long, host), long + host, long + host, long + host]
+    each = load_prediction._ENQUEUE_S  # of a prefill step, whose ops a device may wait for
+    enqueued = [
+        load_prediction.with_enqueueing(seconds, of)
+        for of in (device, split, own)
+        for seconds in (0.5 * each, 9 * each)
+    ]
+    assert enqueued == [2 * each, 9 * each, each, 9 * each, 0.5 * each, 9 * each]
 
 
 @pytest.mark.parametrize("prompt", ["2-90", "100-120"])
