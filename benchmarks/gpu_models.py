@@ -116,6 +116,7 @@ def idle(only: list[Model]) -> Lines:
 def decode(llm: LLM, wrap: Any) -> float:
     """Return the microseconds per token of `DECODE`, whose `DecodeLoop` is passed to ``wrap``."""
     engine = llm.engine
+    engine.clear_cache()  # and forget the loops of earlier runs
     make_loop = engine.executor.decode_loop
     tokens = bench.filler_tokens(DECODE.depth, llm.decoder.cfg.vocab)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..errors import ModelFileError
 from ..weights import Weights
 from ..weights.mapped_file import TensorInfo
-from .demo import demo_path
 
 if TYPE_CHECKING:
     from ..model.config import ModelConfig
@@ -84,7 +83,11 @@ def checkpoint_path(model: str | os.PathLike[str]) -> Path:
         from .minilm import minilm_path
 
         return minilm_path()
-    path = demo_path() if str(model) == "demo" else Path(model)
+    if str(model) == "demo":
+        from .demo import demo_path
+
+        return demo_path()
+    path = Path(model)
     if path.exists():
         return path
     from . import hub

@@ -22,7 +22,6 @@ from .beam_group import BeamGroup
 from .block_copies import copy_outputs
 from .block_manager import BlockManager
 from .completion import Prefilled, Sampled
-from .evaluation import Evaluation
 from .generation import Delivery, Generation
 from .prompt_logprobs import prompt_outputs
 from .request import Sampling
@@ -35,6 +34,7 @@ from .step_lock import StepLock
 from .weights_ahead import weights_ahead
 
 if TYPE_CHECKING:
+    from .evaluation import Evaluation
     from .packed_evaluation import PackedEvaluation
 
 PrefillCallback = Callable[[int, int], None]  # (tokens prefilled so far, tokens to prefill)
@@ -358,6 +358,8 @@ class Engine:
         Raises:
             RequestError: ``tokens`` is empty or does not fit the context.
         """
+        from .evaluation import Evaluation
+
         if not tokens:
             raise RequestError("the prompt is empty")
         if len(tokens) > self.limits.context:
@@ -366,13 +368,8 @@ class Engine:
             )
         self.settle()
         self.batcher.reset()
-        made = Evaluation(
-            self._runner,
-            tokens[:1],
-            self._bidirectional_prefix(tokens),
-            self.vocab,
-            self.batcher.make_room,
-        )
+        prefix, room = self._bidirectional_prefix(tokens), self.batcher.make_room
+        made = Evaluation(self._runner, tokens[:1], prefix, self.vocab, room)
         try:
             yield made
         finally:
