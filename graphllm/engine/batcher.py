@@ -12,7 +12,7 @@ from .generation import Generation
 from .runner import Runner
 from .sampling_feeds import Row
 from .scheduler import Scheduler
-from .sequence import ActiveSequence, Chunk, StepRecorder
+from .sequence import ActiveSequence, Chunk, StepRecorder, is_decode_step
 from .step_result import StepResult
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Batcher:
             if copies := self.scheduler.take_copies():
                 self.runner.copy_blocks(copies)
             rows = self._start(chunks)
-            decodes = all(c.samples and c.stop - c.start == 1 for c in chunks)
+            decodes = is_decode_step(chunks)
             if not decodes or any(row.processors for row in rows):
                 result = self.runner.run(chunks, rows, prefill)
                 self.scheduler.complete(chunks)

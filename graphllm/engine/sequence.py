@@ -73,6 +73,11 @@ class Chunk(NamedTuple):
     drafts: tuple[int, ...] = ()
 
 
+def is_decode_step(chunks: Sequence[Chunk]) -> bool:
+    """Whether a step computes one token of each sequence, and samples from it."""
+    return all(c.samples and c.stop - c.start == 1 for c in chunks)
+
+
 def one_token_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
     """Return a chunk for each row of a decode step; those with draft tokens have their own."""
     found = list[Chunk]()

@@ -90,8 +90,9 @@ class KernelRates:
         flops: operations/s at `TOKENS` tokens, by kind and number of threads.
         spreads: excess of the best over the median repetition of ``flops``, as a share.
         steps: fixed overhead of a step in seconds, by number of threads.
-        kernel_steps: the same of kernels for which it is longer: attention in a decode step, and,
-            on devices with memory of their own, linears of 2 to `FEW_TOKENS` tokens (``matmul``).
+        kernel_overheads: the same of kernels for which it is longer: attention in a decode step,
+            and, on devices with memory of their own, linears of 2 to `FEW_TOKENS` tokens
+            (``matmul``).
         shares: by weight format, the share of memory bandwidth that a linear of 1 token reaches.
         many: by weight format and number of tokens (`COUNTS`), the share of the kind's ``flops``
             that a linear reaches.
@@ -100,7 +101,7 @@ class KernelRates:
     flops: Table = field(default_factory=dict)
     spreads: Table = field(default_factory=dict)
     steps: dict[int, float] = field(default_factory=dict)
-    kernel_steps: Table = field(default_factory=dict)
+    kernel_overheads: Table = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
     many: Table = field(default_factory=dict)
 
@@ -142,7 +143,7 @@ def measure(
         one = _attention(backend, threads, 1)
         if one is not None and ATTENTION in found.flops:
             rest = one.nbytes / best(threads) + one.flops / found.flops[ATTENTION][threads]
-            longer = found.kernel_steps.setdefault(ATTENTION, {})
+            longer = found.kernel_overheads.setdefault(ATTENTION, {})
             longer[threads] = max(0.0, min(one.seconds) - rest)
         gc.collect()
     # With one thread, which has the memory bandwidth to itself. More threads reach the same share.
@@ -159,7 +160,7 @@ def measure(
     few = time_linear(backend, alone, Q8_0, _SMALL_ROWS, _SMALL_COUNT) if large > WIDTH else None
     if few is not None:
         rate = found.flops[few.kind][alone] * found.many[Q8_0.name][_SMALL_COUNT]
-        found.kernel_steps[MATMUL] = {alone: max(0.0, min(few.seconds) - few.flops / rate)}
+        found.kernel_overheads[MATMUL] = {alone: max(0.0, min(few.seconds) - few.flops / rate)}
     show("measuring linears", total, total)
     return found
 

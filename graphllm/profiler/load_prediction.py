@@ -13,11 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from ..compiler.plan import HOST, Plan
 from ..engine.forward_feeds import kv_pairs
-from ..engine.sequence import ActiveSequence, Chunk
+from ..engine.sequence import ActiveSequence, Chunk, is_decode_step
 from .batch_prediction import predict_prefill, predict_step
 from .http_costs import HttpCosts
 from .load_requests import LoadRequest
-from .load_times import DECODE, PREFILL, LoadTimes, RequestTimes, StepTotals, step_totals
+from .load_times import (
+    DECODE,
+    PREFILL,
+    LoadTimes,
+    RequestTimes,
+    StepPhases,
+    StepTotals,
+    step_totals,
+)
 from .step_times import TimePredictor
 
 if TYPE_CHECKING:
@@ -57,7 +65,7 @@ class Capacity:
 
 
 @dataclass(frozen=True)
-class LoadPrediction:
+class LoadPrediction(StepPhases):
     """Prediction of a load.
 
     Attributes:
@@ -74,22 +82,10 @@ class LoadPrediction:
     capacity: Capacity
     http: HttpCosts | None = None
 
-    @property
-    def busy_s(self) -> float:
-        """Time in which steps run."""
-        return sum(each.seconds for each in self.phases.values())
-
-    @property
-    def steps(self) -> int:
-        """Number of steps."""
-        return sum(each.steps for each in self.phases.values())
-
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         return {
-            "busy_s": self.busy_s,
-            "steps": self.steps,
-            "phases": {kind: vars(totals) for kind, totals in self.phases.items()},
+            **self.steps_as_dict(),
             "preemptions": self.preemptions,
             **self.times.as_dict(),
             "capacity": vars(self.capacity),
@@ -128,11 +124,6 @@ def predict_load(
     times = LoadTimes(simulated.times(), simulated.now - requests[0].arrival_s)
     preemptions = scheduler.preempted - preempted
     return LoadPrediction(times, simulated.phases, preemptions, known, http)
-
-
-def is_decode(chunks: Sequence[Chunk]) -> bool:
-    """Whether a step computes one token of each sequence, and samples from it."""
-    return all(chunk.samples and chunk.stop - chunk.start == 1 for chunk in chunks)
 
 
 @dataclass
@@ -181,7 +172,7 @@ class _Simulation:
             own = self._by_sequence[chunk.sequence]
             own.started = self.now if own.started < 0 else own.started
         self.now += seconds
-        self.phases[DECODE if is_decode(chunks) else PREFILL].add(seconds)
+        self.phases[DECODE if is_decode_step(chunks) else PREFILL].add(seconds)
         self._engine.scheduler.complete(chunks)
         for chunk in chunks:
             if not chunk.samples:
@@ -227,7 +218,7 @@ class _StepClock:
         """Predict the seconds of the next step; None if a measurement is missing."""
         count = len(chunks)
         tokens = sum(chunk.stop - chunk.start for chunk in chunks)
-        decodes = is_decode(chunks)
+        decodes = is_decode_step(chunks)
         engine = self._engine
         plan = engine.decode_plan(count) if decodes else engine.prefill_plan(count)
         pairs = sum(kv_pairs(chunk.start, chunk.stop - chunk.start) for chunk in chunks)

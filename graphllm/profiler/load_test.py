@@ -20,7 +20,15 @@ from ..engine.request import Sampling
 from .bench import filler_prompts, leaf_bytes
 from .engine_requests import cancelled_at_end, finish, run_step, submitted
 from .load_requests import LoadRequest
-from .load_times import DECODE, PREFILL, LoadTimes, RequestTimes, StepTotals, step_totals
+from .load_times import (
+    DECODE,
+    PREFILL,
+    LoadTimes,
+    RequestTimes,
+    StepPhases,
+    StepTotals,
+    step_totals,
+)
 
 if TYPE_CHECKING:
     from ..compiler.plan import Plan
@@ -32,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LoadResult(LoadTimes):
+class LoadResult(StepPhases, LoadTimes):
     """Result of a load test.
 
     Attributes:
@@ -48,33 +56,21 @@ class LoadResult(LoadTimes):
     nbytes: float
 
     @property
-    def busy_s(self) -> float:
-        """Time in which steps ran."""
-        return sum(each.seconds for each in self.phases.values())
-
-    @property
-    def steps(self) -> int:
-        """Number of steps."""
-        return sum(each.steps for each in self.phases.values())
-
-    @property
     def gb_s(self) -> float:
         """Memory bandwidth over the whole test in GB/s; prefill counts its bytes, too."""
         return self.nbytes / self.wall_s / 1e9
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        names = "busy_s", "steps", "preemptions", "hit_rate", "gb_s"
-        own = {name: getattr(self, name) for name in names}
-        phases = {kind: vars(totals) for kind, totals in self.phases.items()}
-        return {**own, "phases": phases, **super().as_dict()}
+        own = {name: getattr(self, name) for name in ("preemptions", "hit_rate", "gb_s")}
+        return {**self.steps_as_dict(), **own, **super().as_dict()}
 
 
 class _StepLog:
     """A recorder without timestamps, for the bytes that the steps move.
 
     Attributes:
-        begun: number of steps that did not follow from the one before on the device.
+        begun: number of steps that began.
     """
 
     def __init__(self) -> None:

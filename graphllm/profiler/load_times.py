@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +27,27 @@ class StepTotals:
 def step_totals() -> dict[str, StepTotals]:
     """Return totals of no steps, by kind."""
     return {kind: StepTotals() for kind in (PREFILL, DECODE)}
+
+
+class StepPhases:
+    """Base of results with steps: their number and time, in all and by kind (``phases``)."""
+
+    phases: Mapping[str, StepTotals]
+
+    @property
+    def busy_s(self) -> float:
+        """Time in which steps run."""
+        return sum(each.seconds for each in self.phases.values())
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return sum(each.steps for each in self.phases.values())
+
+    def steps_as_dict(self) -> dict[str, Any]:
+        """Return the JSON form of the steps."""
+        phases = {kind: vars(totals) for kind, totals in self.phases.items()}
+        return {"busy_s": self.busy_s, "steps": self.steps, "phases": phases}
 
 
 @dataclass

@@ -32,7 +32,7 @@ MAX_AGE = timedelta(days=1)
 # Working set of the memory probes. Caches of up to half a GB exist.
 MAX_PROBE_BYTES, MIN_PROBE_BYTES = 2 << 30, 1 << 30
 STORES = ("write", "copy")  # the kinds of `Ceilings.rates` that write
-_OVERHEADS = {  # titles of `Ceilings.kernel_steps`
+_OVERHEADS = {  # titles of `Ceilings.kernel_overheads`
     ATTENTION: "attention overhead, us",
     MATMUL: "small-batch overhead, us",
 }
@@ -62,8 +62,9 @@ class Ceilings:
         roofs: the entries of ``peaks`` that bound ``float`` and ``integer`` arithmetic.
         how: instructions of each peak, or why it was not measured.
         steps: fixed overhead of a step in seconds, by count of threads.
-        kernel_steps: the same by kind of kernels for which it is longer, such as several launches:
-            ``attention`` of a decode step, ``matmul`` of 2 to `kernel_probes.FEW_TOKENS` tokens.
+        kernel_overheads: the same by kind of kernels for which it is longer, such as several
+            launches: ``attention`` of a decode step, ``matmul`` of 2 to `kernel_probes.FEW_TOKENS`
+            tokens.
         shares: by weight format, the share of `bytes_s` that a linear of 1 token reaches.
         many: by weight format and number of tokens, the share of `flop_s` that a linear reaches.
         counted: what the counts are of: threads, or on a GPU blocks per multiprocessor.
@@ -79,7 +80,7 @@ class Ceilings:
     rates: Mapping[str, Mapping[int, float]]
     flops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     steps: Mapping[int, float] = field(default_factory=dict)
-    kernel_steps: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    kernel_overheads: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     many: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     caches: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
@@ -126,10 +127,10 @@ class Ceilings:
     def step_overhead(self, threads: int = 0, kinds: Collection[str] = ()) -> float:
         """Return the fixed overhead of a step in seconds, for at most ``threads`` threads.
 
-        ``kinds``: those of `kernel_steps` that the step has.
+        ``kinds``: those of `kernel_overheads` that the step has.
         """
         found = 0.0
-        for table in (self.steps, *(self.kernel_steps.get(kind, {}) for kind in kinds)):
+        for table in (self.steps, *(self.kernel_overheads.get(kind, {}) for kind in kinds)):
             counts = [n for n in table if self._fits(n, threads)]
             found = max(found, table[max(counts)] if counts else 0.0)
         return found
@@ -174,7 +175,7 @@ class Ceilings:
 def _table(c: Ceilings) -> Iterator[str]:
     """Yield a table of rates, one column per count."""
     steps = {"fixed overhead of a step, us": c.steps} if c.steps else {}
-    steps |= {_OVERHEADS[kind]: by for kind, by in c.kernel_steps.items() if kind in _OVERHEADS}
+    steps |= {_OVERHEADS[kind]: by for kind, by in c.kernel_overheads.items() if kind in _OVERHEADS}
     kinds: list[tuple[str, Mapping[str, Mapping[int, float]], float, int]] = [
         ("{}, GB/s", c.rates, 1e-9, 1),
         ("{}, GB/s", c.caches, 1e-9, 1),
@@ -273,7 +274,7 @@ def measure(backend: str, show: Show, nbytes: int = 0) -> Ceilings:
     counts = sorted(own.memory["read"]) if by_threads else [0]
     more = kernel_probes.measure(backend, found.bytes_s, counts, size, show)
     found = replace(
-        found, flops=more.flops, steps=more.steps, kernel_steps=more.kernel_steps,
+        found, flops=more.flops, steps=more.steps, kernel_overheads=more.kernel_overheads,
         shares=more.shares, many=more.many, spreads={**own.spreads, **more.spreads},
         others=others.share() if by_threads else None,
     )  # fmt: skip
@@ -304,7 +305,7 @@ def _read(entry: Mapping[str, Any]) -> Ceilings:
     if entry["version"] != _VERSION:
         raise ValueError(entry["version"])
     fields = {name: entry[name] for name in Ceilings.__dataclass_fields__}
-    for name in ("rates", "flops", "caches", "peaks", "spreads", "many", "kernel_steps"):
+    for name in ("rates", "flops", "caches", "peaks", "spreads", "many", "kernel_overheads"):
         fields[name] = {str(kind): _numbers(row, int) for kind, row in fields[name].items()}
     fields["steps"] = _numbers(fields["steps"], int)
     fields["shares"] = _numbers(fields["shares"], str)

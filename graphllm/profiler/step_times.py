@@ -12,7 +12,7 @@ from ..graph.tensor import WEIGHT
 from ..ops import get
 from . import roofline
 from .bench import leaf_bytes
-from .kernel_probes import FEW_TOKENS, FLOAT, operations
+from .kernel_probes import FEW_TOKENS, FLOAT, Operations, operations
 from .roofline import Ceilings
 
 _OVERLAP = 1.5  # exponent; 1: nothing overlaps; infinity: all does
@@ -52,7 +52,8 @@ class TimePredictor:
         if ceiling is None:
             return None
         threads, many = self.threads, env["T"] > 1
-        best, computes = ceiling.bytes_s(threads), compute_seconds(step, env, ceiling, threads)
+        parts = list(operations(step.node, env))
+        best, computes = ceiling.bytes_s(threads), compute_seconds(parts, ceiling, threads)
         if not best or (computes is None and many):
             return None
         if env["T"] > env["S"]:
@@ -60,7 +61,7 @@ class TimePredictor:
         else:
             moved = leaf_bytes(step.node, env) * _format_slowdown(step, ceiling)
         both = _overlapped(step, moved / best, computes or 0.0)
-        return both + ceiling.step_overhead(threads, _slow_kinds(step, env))
+        return both + ceiling.step_overhead(threads, _slow_kinds(parts, env))
 
     def lacking(self, plans: Sequence[Plan]) -> list[str]:
         """Return a line for each backend with a missing measurement."""
@@ -84,10 +85,10 @@ class TimePredictor:
         ]
 
 
-def _slow_kinds(step: Step, env: Mapping[str, int]) -> set[str]:
-    """Return the kinds of `Ceilings.kernel_steps` that the step has."""
+def _slow_kinds(parts: Sequence[Operations], env: Mapping[str, int]) -> set[str]:
+    """Return the kinds of `Ceilings.kernel_overheads` that a step of these parts has."""
     found = set[str]()
-    for kind, form, tokens, _ in operations(step.node, env):
+    for kind, form, tokens, _ in parts:
         if form and 1 < tokens <= FEW_TOKENS:
             found.add(MATMUL)
         elif kind == ATTENTION and env["T"] == env["S"]:
@@ -106,12 +107,10 @@ def _overlapped(step: Step, moving: float, computing: float) -> float:
     return (moving**_OVERLAP + computing**_OVERLAP) ** (1 / _OVERLAP)
 
 
-def compute_seconds(
-    step: Step, env: Mapping[str, int], ceiling: Ceilings, threads: int
-) -> float | None:
-    """Return the seconds of the step's operations, by kind; None if a rate is unknown."""
+def compute_seconds(parts: Sequence[Operations], ceiling: Ceilings, threads: int) -> float | None:
+    """Return the seconds of a step's operations, by kind; None if a rate is unknown."""
     seconds = 0.0
-    for kind, form, tokens, flops in operations(step.node, env):
+    for kind, form, tokens, flops in parts:
         # A backend may lack an op that the probe needs; then the rate of float linears is used.
         rate = ceiling.flop_s(kind, threads) or ceiling.flop_s(FLOAT, threads)
         if not rate:

@@ -85,7 +85,7 @@ def test_measurement_is_cached(cache, measurement, monkeypatch):
         assert list(by_count) == list(thread_counts(usable_cores()))
         assert min(by_count.values()) > 1e7
     assert set(found.steps) == set(thread_counts(usable_cores()))
-    ((kind, overheads),) = found.kernel_steps.items()
+    ((kind, overheads),) = found.kernel_overheads.items()
     assert kind == "attention" and set(overheads) == set(found.steps)
     assert all(0 <= seconds < 1e-3 for seconds in overheads.values())
     assert set(found.shares) == set(found.many) == set(kernel_probes.FORMATS)
@@ -132,7 +132,7 @@ def test_the_overhead_of_a_small_batch_on_a_device(monkeypatch):
     monkeypatch.setattr(kernel_probes, "time_linear", time_linear)
     monkeypatch.setattr(kernel_probes, "find", lambda name: SimpleNamespace(memory="gpu"))
     found = kernel_probes.measure("any", lambda threads: 1e12, [0], 1 << 30, ignore_progress)
-    assert found.kernel_steps == {"matmul": {0: pytest.approx(5e-6)}}
+    assert found.kernel_overheads == {"matmul": {0: pytest.approx(5e-6)}}
 
 
 def test_counts_of_threads():
@@ -279,7 +279,7 @@ def test_table():
     found = made(
         flops={"float": {1: 5e11}}, steps={1: 4e-6, 2: 5e-6}, shares={"q4_0": 0.5},
         many={"q4_0": {16: 0.51, 512: 1.02}}, caches={"L2 2 MB": {1: 2e11}},
-        kernel_steps={"attention": {1: 6e-6}, "matmul": {1: 5e-6}},
+        kernel_overheads={"attention": {1: 6e-6}, "matmul": {1: 5e-6}},
         peaks={"int8": {4: 3e12}}, spreads={"read": {1: 0.011, 2: 0.25}},
         how={"int8": "vpdpbusd", "f16": "not here"},
     )  # fmt: skip
