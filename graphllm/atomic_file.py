@@ -35,7 +35,7 @@ class AtomicFile:
     def __init__(self, path: Path, replace: bool) -> None:
         check_output(path, replace)
         self.path, self._replace = path, replace
-        self._target = Path(os.path.realpath(path))  # `resolve` fails at a loop of links
+        self._target = real_path(path)
         self._part = _temporary(self._target)
         self._file: BinaryIO
         self.nbytes = 0  # written so far
@@ -103,6 +103,11 @@ class AtomicFile:
         return OSError(error.errno, error.strerror, str(self.path))
 
 
+def real_path(path: Path) -> Path:
+    """Return the path without links, also at a loop of links, where `Path.resolve` may fail."""
+    return Path(os.path.realpath(path))
+
+
 def check_output(path: Path, replace: bool) -> None:
     """Raise RequestError unless ``path`` is free, or a regular file that may be replaced."""
     if path.is_dir():
@@ -134,7 +139,7 @@ class AtomicDirectory:
     def __init__(self, path: Path, replace: bool) -> None:
         check_output_directory(path, replace)
         self.path, self._replace = path, replace
-        self._target = Path(os.path.realpath(path))  # `resolve` fails at a loop of links
+        self._target = real_path(path)
         self._part = _temporary(self._target)
 
     def __enter__(self) -> Path:

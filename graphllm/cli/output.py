@@ -132,7 +132,9 @@ def check_writable(path: Path, flag: str = "-o") -> None:
 
     A regular file is replaced, for which its directory must be writable, too.
     """
-    parent = Path(os.path.realpath(path)).parent  # `resolve` fails at a loop of links
+    from ..atomic_file import real_path
+
+    parent = real_path(path).parent
     if path.is_dir():
         code = errno.EISDIR
     elif not parent.is_dir():
