@@ -138,7 +138,7 @@ class RendererProcess:
     def _receive(self, seconds: float) -> tuple[dict[str, Any], str]:
         """Receive the reply, in one call if all of it is there.
 
-        For each call the thread gives up the interpreter's lock, and may wait for it afterwards.
+        Each call releases the GIL, for which the thread may wait afterwards.
         """
         end, data = time.monotonic() + seconds, bytearray()
         begin = 2 * LENGTH_BYTES

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from .errors import ApiError
 from .json_data import parse_json
-from .streaming import ClientDisconnected, within
+from .streaming import ClientDisconnected, run_within
 
 BODY_TIMEOUT = 60.0  # seconds until the whole body must have come
 _LARGE = 100_000  # bytes of a body whose fields may take some 10 ms to check
@@ -32,7 +32,7 @@ async def read_json(request: Request, most: int) -> Any:
     if kind != "application/json":
         raise ApiError(415, "the content type must be application/json")
     try:
-        data = await within(BODY_TIMEOUT, _read(request, most))
+        data = await run_within(BODY_TIMEOUT, _read(request, most))
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY_TIMEOUT:.0f} s") from None
     except ClientDisconnect:

@@ -206,7 +206,7 @@ def start(work: Awaitable[None]) -> asyncio.Task[None] | None:
     return asyncio.ensure_future(_rest(steps, awaited))
 
 
-async def within(seconds: float, work: Awaitable[Value]) -> Value:
+async def run_within(seconds: float, work: Awaitable[Value]) -> Value:
     """As `asyncio.wait_for`, without a task if ``work`` does not wait.
 
     asyncio.TimeoutError: it took longer.

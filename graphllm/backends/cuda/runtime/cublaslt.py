@@ -109,9 +109,9 @@ class CublasLt:
         device.gpu.use()
         self._stream = device.gpu.stream.ptr
         name = f"libcublasLt.so.{runtime.runtimeGetVersion() // 1000}"
-        self._lib, quick = ctypes.CDLL(name), ctypes.PyDLL(name)
-        # By whether the kernel is loaded: short calls keep the interpreter's lock, as launches do.
-        self._matmul = self._lib.cublasLtMatmul, quick.cublasLtMatmul
+        self._lib, holding_gil = ctypes.CDLL(name), ctypes.PyDLL(name)
+        # By whether the kernel is loaded: short calls hold the GIL, as launches do.
+        self._matmul = self._lib.cublasLtMatmul, holding_gil.cublasLtMatmul
         for each in self._matmul:
             each.argtypes = (*[_POINTER] * 14, ctypes.c_size_t, _POINTER)
         self._handle = self._create("cublasLtCreate")

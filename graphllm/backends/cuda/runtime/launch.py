@@ -142,8 +142,8 @@ class Gpu:
         self.processors = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, index)
         self.arch = target(self.capability)
         self.stream = Stream(non_blocking=True)
-        # Calls keep the interpreter's lock, as a launch takes microseconds. If they released it, a
-        # busy event loop would take it, and each of hundreds of launches would wait for it.
+        # Calls hold the GIL, as a launch takes microseconds. If they released it, a busy event loop
+        # would take it, and each of hundreds of launches would wait for it.
         self.library = ctypes.PyDLL("libcuda.so.1")
         self._modules: dict[Module, Loaded] = {}
         self._functions: dict[Function, Any] = {}
