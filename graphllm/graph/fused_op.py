@@ -141,8 +141,11 @@ def fused_op(
 
 
 def _joint_cost(own: Decomposition, env: Env) -> Cost:
-    """Sum the costs of the parts, without internal traffic and counting shared reads once."""
-    nodes = set(own.nodes)
+    """Sum the costs of the parts, without internal traffic and counting shared reads once.
+
+    What a part reads of a state that another one writes is no internal traffic.
+    """
+    nodes = {part for part in own.nodes if not get(part.op).writes}
     ends = set(map(rewrite.root, own.results))
     total, seen = Cost(0, 0), set()
     for part in own.nodes:

@@ -12,9 +12,10 @@ from graphllm.backends.cuda.runtime.arguments import ArgumentStruct
 STRUCTS = (
     ("attention.cuh", "Attention"), ("common.cuh", "BlockSample"),
     ("formats.cuh", "Planes"), ("copy.cu", "Shape"),
-    ("experts.cuh", "Experts"), ("experts.cuh", "Group"), ("kv_cache.cu", "Heads"),
+    ("experts.cuh", "Experts"), ("experts.cuh", "Group"), ("head_rotation.cuh", "Heads"),
     ("kv_cache.cuh", "Pool"), ("matrices.cuh", "Matrices"), ("matrices.cuh", "Matrix"),
-    ("penalties.cu", "Penalties"), ("quantize.cuh", "Target"), ("quantize.cuh", "Targets"),
+    ("new_token.cuh", "NewToken"), ("penalties.cu", "Penalties"),
+    ("quantize.cuh", "Target"), ("quantize.cuh", "Targets"),
     ("rope.cuh", "Rotation"), ("sampling.cuh", "Settings"), ("step.cu", "State"),
     ("step.cu", "TableGroup"),
 )  # fmt: skip

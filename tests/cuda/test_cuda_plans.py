@@ -142,6 +142,27 @@ def test_every_rule_finds_its_own_parts(name, paper):
     assert found
 
 
+@pytest.mark.parametrize("capability, tokens, cache, files", [
+    ((9, 0), 1, "f16", ["attention_decode.cu", "attention_merge_few.cu"]),
+    ((8, 0), 1, "f16", ["attention_decode.cu", "attention_merge_few.cu"]),
+    ((7, 5), 1, "f16", ["kv_cache.cu", "attention_split_kv.cu", "attention_merge_few.cu"]),
+    ((9, 0), 1, "q8_0", ["kv_cache.cu", "attention_decode.cu", "attention_merge_few.cu"]),
+    ((9, 0), 2, "f16", ["kv_cache.cu", "attention_decode.cu", "attention_merge_few.cu"]),
+])  # fmt: skip
+def test_attention_of_one_token_rotates_its_heads(capability, tokens, cache, files, paper):
+    """In one launch, if the GPU has tensor cores for f16 and the cache is f16."""
+    device, shape = paper(capability), replace(SHAPES["llama-1b"], layers=1, vocab=512)
+    file = Empty(shape, "q8_0")
+    llm = LLM(file, build_decoder(file), {"backends": ("cuda",)}, Limits(kv_dtype=cache))
+    plan = llm.engine.plan(["logits"], tokens)
+    llm.executor.bind(plan)
+    fused = "rope_attention_quantise" in [step.node.op for step in plan.steps]
+    assert fused == (tokens == 1 and cache == "f16")
+    launches = [w for _, work in device.built for part in work for w in part]
+    made = [w.function.module.file for w in launches if isinstance(w, Launch)]
+    assert [f for f in made if f.startswith(("attention", "kv_cache"))] == files
+
+
 def post_norm_layer(x: Tensor, starts: Tensor, dim: int) -> Tensor:
     """A layer of BERT over x [T, dim] with biases, whose weights are called w0 .. w5."""
 

@@ -13,7 +13,8 @@ FUSED = sorted(fusion.rules())
 # test_cuda.py and, without a GPU, in test_cuda_plans.py.
 NOT_ON_CPU = {"combine_add", "expert_clamped", "expert_gated", "linear_add_quantise",
               "linear_quantise", "linears_quantise", "norm_router",
-              "packed_attention_quantise", "route"}  # fmt: skip
+              "packed_attention_quantise", "rope_attention", "rope_attention_quantise",
+              "route"}  # fmt: skip
 # Rules for weights that are rotated, as encoders' are if the first backend works in host memory.
 NOT_ON_CUDA = {"hadamard_quantise", "layer_norm_hadamard"}
 

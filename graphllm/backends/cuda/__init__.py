@@ -92,6 +92,8 @@ BACKEND.half_tolerance = {
     **dict.fromkeys(("linear", "linears", "gated", "linear_add", "linear_quantise"), 6e-3),
     **dict.fromkeys(("linears_quantise", "linear_add_quantise"), 6e-3),
     **dict.fromkeys(("expert_linear", "head_linear", "expert_gated", "expert_clamped"), 6e-3),
-    **dict.fromkeys(("attention", "attention_quantise"), 2e-3),
+    **dict.fromkeys(
+        ("attention", "attention_quantise", "rope_attention", "rope_attention_quantise"), 2e-3
+    ),
     **dict.fromkeys(("packed_attention", "packed_attention_quantise"), 2e-3),
 }

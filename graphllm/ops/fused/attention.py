@@ -1,4 +1,4 @@
-"""Fused ops before and after attention, which itself is always a separate kernel."""
+"""Attention whose result is quantised; fused ops before it are in rope_attention.py."""
 
 from __future__ import annotations
 
@@ -11,98 +11,6 @@ from ...graph.dtype import F16, F32, I32, DType
 from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Samples, Users, get, grid
 from ...graph.tensor import Tensor
-from .norm import is_op
-
-_LAYOUTS = ("contiguous", "strided")
-
-
-def _rotated(node: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the input of a rope, and the weight of the norm before it, if any."""
-    if not is_op(node, "rope"):
-        return None, None
-    assert node is not None
-    x = node.src[0]
-    if is_op(x, "rms_norm"):
-        return x.src  # type: ignore[union-attr,return-value]
-    return x, None
-
-
-def _propose_rope_write(node: Tensor, users: Users) -> Proposal | None:
-    q, k_pool, v_pool = node.src[:3]
-    if not (is_op(k_pool, "kv_write") and is_op(v_pool, "kv_write")):
-        return None
-    assert q is not None and k_pool is not None and v_pool is not None
-    rotated = k_pool.src[1]
-    (queries, q_norm), (keys, k_norm) = _rotated(q), _rotated(rotated)
-    if queries is None or keys is None:
-        return None
-    eps = 0.0
-    if q_norm is not None:
-        assert q.src[0] is not None
-        eps = q.src[0].attrs["eps"]
-    operands = (queries, keys, v_pool.src[1], q.src[1], k_pool.src[0], v_pool.src[0],
-                k_pool.src[2], q_norm, k_norm, q.src[2])  # fmt: skip
-    return operands, {**q.attrs, "eps": eps}
-
-
-def _slots(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    slot = rng.permutation(24)[: shape[0]]
-    slot[2::3] = -1
-    return slot
-
-
-def _rope_sample(
-    rows: int, heads: int, width: int, style: str, dims: int, norm: bool, kind: DType,
-    factors: bool, layout: str,
-) -> Sample:  # fmt: skip
-    kv = max(1, heads // 2)
-    pool = Arg((24, kv, width), kind, leaf="state")
-    vectors = (Arg(("T", n, width), layout=layout) for n in (heads, kv, kv))
-    norms = (Arg((width,), leaf="weight"), Arg((width,), leaf="weight")) if norm else (None, None)
-    frequency_factors = Arg(
-        ((dims or width) // 2,), leaf="weight", make=lambda g, s: g.uniform(1, 9, s)
-    )
-    args = (*vectors, Arg(("T",), I32), pool, pool, Arg(("T",), I32, make=_slots), *norms,
-            frequency_factors if factors else None)  # fmt: skip
-    attrs = {"base": 1e4, "dims": dims, "style": style, "scale": 1.0, "eps": 1e-6 if norm else 0.0,
-             "attention_factor": 1.25 if factors else 1.0}  # fmt: skip
-    return Sample(args, attrs, {"T": rows})
-
-
-@fused_op(
-    "rope_write",
-    anchor="attention",
-    propose=_propose_rope_write,
-    writes=lambda count: (4, 5),
-    tol={"f32": 1e-5, "f16": 1e-3},
-    samples=Samples(lambda: [
-        *grid(_rope_sample, rows=(0, 1, 7), heads=(1, 6), width=(64,), style=("half",), dims=(0,),
-              norm=(False, True), kind=(F32, F16), factors=(False,), layout=_LAYOUTS),
-        *grid(_rope_sample, rows=(0, 1, 7), heads=(3,), width=(80,), style=("half", "interleaved"),
-              dims=(0, 50), norm=(False, True), kind=(F16,), factors=(True,), layout=_LAYOUTS),
-    ]),
-)  # fmt: skip
-def rope_write(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_pool: Tensor, v_pool: Tensor, slot: Tensor,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, factors: Tensor | None = None, *,
-    eps: float, base: float, dims: int, style: str, scale: float, attention_factor: float,
-) -> Any:  # fmt: skip
-    """Apply norms (if given) and rope to queries and keys; write keys and values to their pools.
-
-    q [T, H, D], k, v [T, Hkv, D] -> q [T, H, D], and the pools.
-    """
-    rope = {
-        "base": base,
-        "dims": dims,
-        "style": style,
-        "scale": scale,
-        "attention_factor": attention_factor,
-    }
-    q = q if q_norm is None else get("rms_norm")(q, q_norm, eps=eps)
-    k = k if k_norm is None else get("rms_norm")(k, k_norm, eps=eps)
-    q, k = get("rope")(q, pos, factors, **rope), get("rope")(k, pos, factors, **rope)
-    write = get("kv_write")
-    return q, write(k_pool, k, slot), write(v_pool, v, slot)
 
 
 def _propose_quantise_of(op: str) -> Callable[[Tensor, Users], Proposal | None]:

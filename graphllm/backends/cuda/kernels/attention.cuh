@@ -74,6 +74,12 @@ __device__ __forceinline__ VisibleKeys visible_keys(const Attention& a, int toke
     return visible_keys(a, sequence_of(a, token), token);
 }
 
+// Whether a step has one token at most, and the keys of this token, of which the length says all.
+__device__ __forceinline__ bool is_lone(const Attention& a) { return a.most_rows == 1 && a.most_sequences == 1; }
+__device__ __forceinline__ VisibleKeys keys_of_lone(const Attention& a, int length) {
+    return visible_keys(a, 0, length, 0, 1, 0);
+}
+
 // The slot of key j of a sequence, in pools with blocks of 1 << shift slots.
 __device__ __forceinline__ i64 slot_of(const Attention& a, int sequence, int j) {
     int shift = (int)a.shift, page = j >> shift;
@@ -126,7 +132,8 @@ __device__ __forceinline__ bool find_query(const Attention& a, int tokens, int r
         return true;
     }
     if (row >= (int)a.most_rows) return false;
-    query.keys = visible_keys(a, row);  // does not wait for the number of tokens
+    // Does not wait for the number of tokens.
+    query.keys = is_lone(a) ? keys_of_lone(a, a.kv_len[0]) : visible_keys(a, row);
     return row < tokens;
 }
 
@@ -143,19 +150,23 @@ __device__ __forceinline__ int split_of(int high, int least) {
     return high > 1 && doubled > 0 ? least << doubled : least;
 }
 
+__device__ __forceinline__ int log2_of(int power) { return 31 - __clz(power); }
+
 // The partial results of a query: `count` of `each` tiles, from tile first * each on. `split`: tiles of a
-// split, a power of two. Tiles begin at multiples of TILE_KEYS.
+// split. Tiles begin at multiples of TILE_KEYS. Both numbers of tiles are powers of two, so that nothing is divided, as
+// loads wait for this.
 struct Partials {
     int first, count, each, split;
+    int shift;  // of `each`
 
     // `steps`: queries of the step times the groups of heads that are computed apart.
     __device__ __forceinline__ Partials(const Attention& a, const VisibleKeys& keys, int steps) {
         int begin = keys.low / TILE_KEYS, end = (keys.high - 1) / TILE_KEYS + 1, tiles = end - begin;
         split = split_of(keys.high, (int)a.split_keys) / TILE_KEYS;
         bool fine = tiles <= a.slots && (i64)tiles * steps <= a.fine_tiles;
-        each = fine ? 1 : split;
-        first = begin / each;
-        count = keys.low < keys.high ? (end - 1) / each - first + 1 : 0;
+        shift = fine ? 0 : log2_of(split), each = 1 << shift;
+        first = begin >> shift;
+        count = keys.low < keys.high ? (end - 1 >> shift) - first + 1 : 0;
     }
 };
 

@@ -2,7 +2,8 @@
 // among thread blocks, and attention_merge.cu merges their results.
 //
 // POOL: as in attention_pools.cuh. DEPTH: elements of queries, keys and values: 64, 96, 128 or 256. BIASED: logits
-// are capped, or have ALiBi slopes or biases by distance.
+// are capped, or have ALiBi slopes or biases by distance. ROTATED: the step has one token, whose heads are normed, rotated
+// and written first (attention_rotation.cuh).
 //
 // A block takes 64 keys of a KV head at a time, for up to eight of its query heads. Matrices are transposed,
 // so that heads are the eight columns of a product. Keys: a warp multiplies 16 of them with all queries, and
@@ -30,6 +31,14 @@ constexpr int RESIDENT = DEPTH > 128 ? 2 : FOUR ? 4 : 3;
 constexpr int QUERY = DEPTH + (DEPTH % 64 ? 0 : 32);  // halves between queries: two rows of 64 bytes cover all banks
 constexpr int CHUNKS = (DEPTH + THREADS - 1) / THREADS;  // of eight elements of queries that a thread loads
 constexpr u32 ONES = 0x3c003c00u;
+#if ROTATED
+#include "attention_rotation.cuh"
+#define NEW_TOKEN , NewToken token
+#define FEW_HEADS token.few_heads
+#else
+#define NEW_TOKEN
+#define FEW_HEADS false
+#endif
 // Rows up to which the next kernel starts late: it would request its weights while `rope_write` and then this
 // kernel wait for small loads, and blocks without work leave it the whole GPU.
 constexpr int LATE_ROWS = 16;
@@ -40,12 +49,16 @@ struct __align__(16) Shared {
 #if POOL != 1
     u16 scales[2][SCALES][TILE_KEYS];  // of values
 #endif
+#if ROTATED
+    u16 fresh[2][DEPTH];  // the new key, and its value
+#endif
     Unit units[4];  // number n in n % 4: the present one, two before it and the next
     Count scan[WARPS];
 };
 
-// Grid: blocks that share the units.
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a TIMESTAMPS) {
+// Grid: blocks that share the units, or if ROTATED those of `TokenUnits`, so that all units of a block have the same
+// queries.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a NEW_TOKEN TIMESTAMPS) {
     RECORD_TIMESTAMPS
     __shared__ Shared s;
     DYNAMIC_SHARED(Count, starts);
@@ -54,13 +67,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     const int tokens = (int)*(volatile const i64*)a.tokens;
     if (!a.metadata_ready) wait_for_previous();
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, g = lane / 4, c = lane % 4;
-    const Units units = {starts, a.queries == SINGLE ? (int)*a.sequences : tokens, head_groups(a), tokens};
     // What follows is a chain of loads while other kernels use the memory. It is short for plans of one row: each
-    // thread finds the block's first unit without shared memory.
+    // thread finds the block's first unit without shared memory, and loads its part of the table, if the sequence is
+    // short, together with the length.
     Unit unit = {};
+    Pages pages, later;  // of the present and the next unit
+#if ROTATED
+    if (!token.position_ready) wait_for_previous();
+    pages.load(a, 0, blockIdx.x);
+    const int length = a.kv_len[0];
+    TokenRotation rotation(token);
+    const TokenUnits units(a, length);
+    units.get(token, 0, unit);
+    auto get_unit = [&](int number, Unit& to) { units.get(token, number, to); };
+#else
+    const Units units = {starts, a.queries == SINGLE ? (int)*a.sequences : tokens, head_groups(a), tokens};
     if (a.most_rows == 1) {
         Query query = {};
         Count own = {0, 0, 0};
+        pages.load(a, 0, blockIdx.x / units.groups);
         if (find_query(a, tokens, 0, query)) own = units.count(a, query.keys);
         if (thread == 0) starts[0] = {0, 0, 0}, starts[1] = own;
         units.get(a, 0, query, own, unit);
@@ -68,16 +93,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         count_units(a, units, starts, s.scan);
         units.get(a, 0, unit);
     }
-    if (!unit.there) {
+    auto get_unit = [&](int number, Unit& to) { units.get(a, number, to); };
+#endif
+    if (!unit.there || ROTATED && !tokens) {
         // Blocks without work leave room for the next kernel at once. One must wait, else this kernel could
         // complete before its predecessor.
-        if (blockIdx.x == 0) wait_for_previous();
+        if (blockIdx.x + blockIdx.y == 0) wait_for_previous();
         return;
     }
 
     const bool active = EACH > 1 || PARTS == WARPS || warp < PARTS;  // has dimensions of values
     Loads loads(a, active);
-    Pages pages, later;  // of the present and the next unit
+#if ROTATED
+    loads.slot = rotation.slot;
+#endif
     // Load queries of a unit, and store them in shared memory as f16: eight elements of a chunk.
     auto load_queries = [&](const Unit& u, float4 (&x)[CHUNKS][2]) {
         const float* from = (const float*)(a.q + u.query.token * a.q_stride) + u.head * DEPTH;
@@ -101,20 +130,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 
     {
         const VisibleKeys& range = unit.query.keys;
-        const bool ahead = a.metadata_ready && min(range.high, (unit.tile + 1) * TILE_KEYS) <= range.old;
-        pages.load(a, range, unit.tile);
+        const bool ahead =
+            a.metadata_ready && (ROTATED || min(range.high, (unit.tile + 1) * TILE_KEYS) <= range.old);
+        if (!ROTATED && a.most_rows > 1 || pages.first != unit.tile * (TILE_KEYS / PAGES) || range.sequence)
+            pages.load(a, range.sequence, unit.tile);
         auto load = [&]() {
             loads.load_keys(a, unit, unit.tile, pages);
             loads.load_values(a, unit, unit.tile, pages);
         };
         if (ahead) load();
-        if (thread == 0) s.units[0] = unit, units.get(a, 1, s.units[1]);
+#if ROTATED
+        rotation.prepare();
+#endif
+        if (thread == 0) s.units[0] = unit, get_unit(1, s.units[1]);
         wait_for_previous();
-        if (late) launch_next();
+        if (late && !FEW_HEADS) launch_next();
         float4 x[CHUNKS][2];
-        load_queries(unit, x);
+        if (!ROTATED) load_queries(unit, x);
         if (!ahead) load();
+#if ROTATED
+        rotation.compute(unit, a.scale, s.q[0], s.fresh);
+#else
         store_queries(x, 0);
+#endif
+        if (FEW_HEADS) launch_next();
         __syncthreads();
     }
     int parity = 0;
@@ -122,19 +161,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     for (int number = 0;; number++) {
         const Unit &unit = s.units[number % 4], &after = s.units[(number + 1) % 4];
         if (!unit.there) return;
-        if (thread == 0) units.get(a, number + 2, s.units[(number + 2) % 4]);
+        if (thread == 0) get_unit(number + 2, s.units[(number + 2) % 4]);
         const int heads = unit.heads, end = unit.end;
-        if (after.there) later.load(a, after.query.keys, after.tile);
+        if (after.there) later.load(a, after.query.keys.sequence, after.tile);
         float acc[EACH][OWN / 2][4] = {}, totals[2] = {}, top = -INFINITE;  // top: of head g
 #pragma unroll 1
         for (int tile = unit.tile; tile < end; tile++, parity ^= 1) {
             const bool last = tile + 1 == end;
             float4 queries[CHUNKS][2];
-            if (last && after.there) load_queries(after, queries);
+            if (!ROTATED && last && after.there) load_queries(after, queries);
+#if ROTATED
+            if (loads.fresh) loads.put_fresh(s.fresh);
+#endif
             float scores[4] = {};
 #pragma unroll
             for (int n = 0; n < VECTORS; n++) {
-                const uint4 q = *(const uint4*)&s.q[number % 2][g][32 * n + 8 * c];
+                const uint4 q = *(const uint4*)&s.q[ROTATED ? 0 : number % 2][g][32 * n + 8 * c];
                 u32 one[4], two[4];
                 loads.keys[0].pairs(n, one), loads.keys[1].pairs(n, two);
                 const u32 low[4] = {one[0], two[0], one[1], two[1]}, high[4] = {one[2], two[2], one[3], two[3]};
@@ -149,10 +191,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
             const int next_tile = last ? after.tile : tile + 1;
             if (next.there) {
                 if (last) pages = later;
-                else if (next_tile * (TILE_KEYS / PAGES) - pages.first >= WARP) pages.load(a, next.query.keys, next_tile);
+                else if (next_tile * (TILE_KEYS / PAGES) - pages.first >= WARP) pages.load(a, next.query.keys.sequence, next_tile);
                 loads.load_keys(a, next, next_tile, pages);
             }
-            if (last && after.there) store_queries(queries, (number + 1) % 2);
+            if (!ROTATED && last && after.there) store_queries(queries, (number + 1) % 2);
 #if POOL == 1
             const u16(*scales)[TILE_KEYS] = nullptr;
 #else

@@ -11,10 +11,11 @@ constexpr int PAGES = 16;  // keys of the smallest block of the table
 struct Pages {
     int first, own;  // number of the first 16 keys; the lane's block
 
-    __device__ __forceinline__ void load(const Attention& a, const VisibleKeys& keys, int tile) {
+    // From the first key of a tile on. Beyond the last key, numbers may be any, and are not used.
+    __device__ __forceinline__ void load(const Attention& a, int sequence, int tile) {
         first = tile * (TILE_KEYS / PAGES);
-        int key = min(max((first + (int)threadIdx.x % WARP) * PAGES, keys.low), keys.high - 1);
-        own = a.table[keys.sequence * a.table_width + (key >> (int)a.shift)];
+        const int block = (first + (int)threadIdx.x % WARP) * PAGES >> (int)a.shift;
+        own = a.table[sequence * a.table_width + min(block, (int)a.table_width - 1)];
     }
     __device__ __forceinline__ i64 slot(const Attention& a, int key) const {
         i64 page = __shfl_sync(FULL, own, key / PAGES - first);
@@ -103,9 +104,48 @@ struct Loads {
     u32 scales[SHARE];
 #endif
 
+#if ROTATED
+    int slot;   // of the new key
+    u64 fresh;  // which keys of the tile are the new one: they are loaded, but not with its bits
+
+    __device__ __forceinline__ u64 keys_at(const Attention& a, const VisibleKeys& range, int tile, const Pages& pages) {
+        if (is_whole(a, range, tile)) {
+            const i64 number = slot - pages.slot(a, tile * TILE_KEYS);
+            return number >= 0 && number < TILE_KEYS ? 1ull << number : 0;
+        }
+        const int key = tile * TILE_KEYS + threadIdx.x % WARP;
+        const u32 low = __ballot_sync(FULL, pages.slot(a, within(range, key)) == slot);
+        return low | (u64)__ballot_sync(FULL, pages.slot(a, within(range, key + WARP)) == slot) << 32;
+    }
+
+    // Replace the new key and its value, which are in shared memory.
+    __device__ __forceinline__ void put_fresh(const u16 (*rows)[DEPTH]) {
+        const int first = threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (fresh >> (first + 8 * i) & 1)
+#pragma unroll
+                for (int n = 0; n < VECTORS; n++)
+                    keys[i].vectors[n] = *(const uint4*)&rows[0][32 * n + 8 * (threadIdx.x % 4)];
+#pragma unroll
+        for (int t = 0; t < TILE_KEYS / 16; t++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (active && fresh >> value_key(t, i) & 1)
+#pragma unroll
+                    for (int n = 0; n < EACH; n++)
+#pragma unroll
+                        for (int e = 0; e < OWN / 2; e++) values[n][t][i][e] = *(const u32*)&rows[1][dimension(n) + 2 * e];
+    }
+#endif
+
     __device__ __forceinline__ Loads(const Attention& a, bool active)
         : active(active), aligned(((u64)a.k | a.k_stride) % 8 == 0) {}
 
+    // The key whose value is values[n][t][i].
+    static __device__ __forceinline__ int value_key(int t, int i) {
+        return 16 * t + (int)threadIdx.x % 4 * 2 + i % 2 + i / 2 * 8;
+    }
     // First of the OWN dimensions of product n.
     static __device__ __forceinline__ int dimension(int n) {
         return (threadIdx.x / WARP * EACH + n) * SPREAD + OWN * (int)(threadIdx.x % WARP / 4);
@@ -140,7 +180,7 @@ struct Loads {
         for (int t = 0; t < TILE_KEYS / 16; t++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                load_value(u, t, i, slots.at(16 * t + (int)threadIdx.x % 4 * 2 + i % 2 + i / 2 * 8));
+                load_value(u, t, i, slots.at(value_key(t, i)));
 #if POOL != 1
 #pragma unroll
         for (int n = 0; n < SHARE; n++) {
@@ -154,6 +194,9 @@ struct Loads {
     // The same for a tile of a query.
     __device__ __forceinline__ void load_keys(const Attention& a, const Unit& u, int tile, const Pages& pages) {
         const VisibleKeys& range = u.query.keys;
+#if ROTATED
+        fresh = keys_at(a, range, tile, pages);
+#endif
         if (is_whole(a, range, tile))
             load_keys(a, u, AdjacentSlots{a.k + pages.slot(a, tile * TILE_KEYS) * a.k_stride, a.k_stride});
         else

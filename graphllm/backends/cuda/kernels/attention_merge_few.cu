@@ -79,8 +79,8 @@ template <int N, int RESULTS> __device__ __forceinline__ void merge(const Attent
     const bool there = find_query(a, tokens, row, query);
     const int rows = a.queries == SINGLE ? (int)*a.sequences : tokens;
     const Partials p(a, query.keys, rows * head_groups(a));
-    const int each = p.each == p.split ? 1 : p.split, begin = p.first / each;  // partial results of a split
-    const int splits = p.count ? (p.first + p.count - 1) / each - begin + 1 : 0;
+    const int shift = log2_of(p.split) - p.shift, each = 1 << shift, begin = p.first >> shift;  // partial results of a split
+    const int splits = p.count ? (p.first + p.count - 1 >> shift) - begin + 1 : 0;
     wait_for_previous();
     if (!there) return;
 

@@ -1,8 +1,7 @@
 // Writes to the pools of keys and values: rows, rotated or not, and copies of blocks. POOL: see kv_cache.cuh.
 
+#include "head_rotation.cuh"
 #include "kv_cache.cuh"
-#include "norm.cuh"
-#include "rope.cuh"
 
 // A block stores one head (y) of one row (x).
 extern "C" __global__ void kv_write(Pool pool, const u8* x, i64 stride, const i64* live,
@@ -53,13 +52,6 @@ COPY_BLOCKS(copy_blocks_2, u16)
 COPY_BLOCKS(copy_blocks_4, u32)
 COPY_BLOCKS(copy_blocks_16, uint4)
 
-struct Heads {
-    const u8* x;
-    i64 stride;
-    const float* norm;  // weight, or null
-    int count, padding;
-};
-
 // Norm (if there is a weight) and rotate heads of any width. A block computes one head (y) of one token
 // (x): first queries, then keys, then values, which are only stored.
 extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Pool k_pool,
@@ -75,10 +67,8 @@ extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Poo
     int own = query ? h : key ? h - q.count : h - q.count - k.count;
     int slot = query ? 0 : key ? k_pool.slot[token] : v_pool.slot[token];
     if (slot < 0) return;
-    const u8* base = query ? q.x : key ? k.x : v.x;
-    i64 stride = query ? q.stride : key ? k.stride : v.stride;
-    const float *x = (const float*)(base + token * stride) + own * width, *norm = q.norm;
-    if (!query) norm = key ? k.norm : v.norm;
+    const Heads& of = query ? q : key ? k : v;
+    const float *x = head_of(of, token, own, width), *norm = of.norm;
     float factor = 1;
     if (norm) {
         float sum = 0;
@@ -107,59 +97,10 @@ extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Poo
     }
 }
 
-// Heads of 64 P elements. A warp computes one after another; lane l rotates the pairs 32 j + l.
-template <int P> struct WarpRotation {
+// Heads of 64 P elements: queries, then keys, then values.
+template <int P> struct HeadWriter : WarpRotation<P> {
     static constexpr int WIDE = 64 * P;
-    float inverse[P], s[P], c[P], attention_factor;
-    int interleaved;
-
-    __device__ __forceinline__ WarpRotation(const Rotation& rotation)
-        : attention_factor(rotation.attention_factor), interleaved(rotation.interleaved) {
-        int lane = threadIdx.x % WARP;
-#pragma unroll
-        for (int j = 0; j < P; j++) {
-            inverse[j] = rotation.inverse[32 * j + lane];
-            if (rotation.factors) inverse[j] = __fdiv_rn(inverse[j], rotation.factors[32 * j + lane]);
-        }
-    }
-
-    __device__ __forceinline__ void at(int pos) {
-#pragma unroll
-        for (int j = 0; j < P; j++) {
-            angle_of(pos, inverse[j], s[j], c[j]);
-            s[j] *= attention_factor, c[j] *= attention_factor;
-        }
-    }
-
-    // Load the pairs of a row of floats.
-    __device__ __forceinline__ void load(const float* x, float (&a)[P], float (&b)[P]) const {
-        int lane = threadIdx.x % WARP;
-#pragma unroll
-        for (int j = 0; j < P; j++) {
-            const float* from = x + (interleaved ? 64 * j + 2 * lane : 32 * j + lane);
-            a[j] = from[0], b[j] = from[interleaved ? 1 : WIDE / 2];
-        }
-    }
-
-    // `u` and `v`: the weight.
-    __device__ __forceinline__ void norm(float (&a)[P], float (&b)[P], const float (&u)[P],
-                                         const float (&v)[P], float eps) const {
-        float sum = 0;
-#pragma unroll
-        for (int j = 0; j < P; j++) sum += a[j] * a[j] + b[j] * b[j];
-        float factor = rms_factor(warp_sum(sum), WIDE, eps);
-#pragma unroll
-        for (int j = 0; j < P; j++) a[j] = a[j] * factor * u[j], b[j] = b[j] * factor * v[j];
-    }
-
-    // From elements 2 l and 2 l + 1 in lane l to elements l and 32 + l.
-    static __device__ __forceinline__ void straighten(float& y, float& z) {
-        int lane = threadIdx.x % WARP, from = lane / 2;
-        float y1 = __shfl_sync(FULL, y, from), z1 = __shfl_sync(FULL, z, from);
-        float y2 = __shfl_sync(FULL, y, from + 16), z2 = __shfl_sync(FULL, z, from + 16);
-        y = lane & 1 ? z1 : y1;
-        z = lane & 1 ? z2 : y2;
-    }
+    using WarpRotation<P>::WarpRotation;
 
     // The norm's weight for head h, or null.
     static __device__ __forceinline__ const float* weight_of(const Heads& q, const Heads& k,
@@ -167,8 +108,7 @@ template <int P> struct WarpRotation {
         return h < q.count ? q.norm : h < q.count + k.count ? k.norm : v.norm;
     }
 
-    // Compute heads first, first + by, ... of a token: queries, then keys, then values. `u` and `w`: the
-    // norm's weight for the first of them.
+    // Compute heads first, first + by, ... of a token. `u` and `w`: the norm's weight for the first of them.
     __device__ __forceinline__ void heads(const Heads& q, const Heads& k, const Heads& v, float* out,
                                           const Pool& k_pool, const Pool& v_pool, int k_slot,
                                           int v_slot, i64 token, float eps, int first, int by,
@@ -177,35 +117,26 @@ template <int P> struct WarpRotation {
         for (int h = first; h < all; h += by) {
             bool query = h < q.count, key = !query && h < q.count + k.count;
             int own = query ? h : key ? h - q.count : h - q.count - k.count;
-            const u8* base = query ? q.x : key ? k.x : v.x;
-            i64 stride = query ? q.stride : key ? k.stride : v.stride;
             const float* weight = weight_of(q, k, v, h);
             int slot = key ? k_slot : v_slot;
             if (!query && slot < 0) continue;
-            float a[P], b[P];
-            load((const float*)(base + token * stride) + own * WIDE, a, b);
-            if (weight && h != first) load(weight, u, w);
-            if (weight) norm(a, b, u, w, eps);
-            u32 most = 0;
-#pragma unroll
-            for (int j = 0; j < P; j++) {
-                const float y = a[j], z = b[j];
-                if (query || key) a[j] = y * c[j] - z * s[j], b[j] = y * s[j] + z * c[j];
-                if (interleaved) straighten(a[j], b[j]);
-                most = larger(most, larger(abs_bits(a[j]), abs_bits(b[j])));
-            }
-            float x[2 * P];  // elements lane + 32 j
-#pragma unroll
-            for (int j = 0; j < 2 * P; j++)
-                x[j] = interleaved ? (j % 2 ? b[j / 2] : a[j / 2]) : j < P ? a[j % P] : b[j % P];
+            float a[P], b[P], x[2 * P];
+            this->load(head_of(query ? q : key ? k : v, token, own, WIDE), a, b);
+            if (weight && h != first) this->load(weight, u, w);
+            if (weight) this->norm(a, b, u, w, eps);
+            if (query || key) this->rotate(a, b);
+            this->elements(a, b, x);
             if (query) {
                 float* to = out + (token * q.count + own) * WIDE;
 #pragma unroll
                 for (int j = 0; j < 2 * P; j++) to[32 * j + lane] = x[j];
-            } else {
-                const Pool pool = key ? k_pool : v_pool;
-                store_kv(pool, slot, own, lane, x, head_scale(HEAD_SCALE ? warp_max(most) : 0));
+                continue;
             }
+            u32 most = 0;
+#pragma unroll
+            for (int j = 0; j < 2 * P; j++) most = larger(most, abs_bits(x[j]));
+            const Pool pool = key ? k_pool : v_pool;
+            store_kv(pool, slot, own, lane, x, head_scale(HEAD_SCALE ? warp_max(most) : 0));
         }
     }
 };
@@ -218,7 +149,7 @@ __device__ __forceinline__ void rotate_heads(const Heads& q, const Heads& k, con
                                             const i64* live, float eps, bool positions_ready,
                                             const Rotation& rotation) {
     int warps = blockDim.x / WARP, first = blockIdx.y * warps + threadIdx.x / WARP;
-    WarpRotation<P> angles(rotation);
+    HeadWriter<P> angles(rotation);
     float u[P], w[P];
     if (const float* weight = angles.weight_of(q, k, v, first)) angles.load(weight, u, w);
     const i64 rows = begin(live, positions_ready), token = blockIdx.x;

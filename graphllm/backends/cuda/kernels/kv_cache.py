@@ -14,17 +14,17 @@ from ..runtime.work import MOSTLY_CACHE, Launch, ceil
 from .rope import rotation
 
 _POOL = ArgumentStruct("kv_cache.cuh", "Pool")
-_HEADS = ArgumentStruct("kv_cache.cu", "Heads")
+_HEADS = ArgumentStruct("head_rotation.cuh", "Heads")
 _THREADS = 128
 _COPY_THREADS = 256
 _WARPS = 4  # of a block of the kernels for whole heads
 _BLOCKS = 2048  # thread blocks that are resident at a time on a GPU of 132 multiprocessors
 # Of rope_write for decode: blocks of attention start beside them, and fewer angles are computed.
 _DECODE_BLOCKS, _DECODE_ROWS = 512, 128
-_WHOLE = (64, 128, 256)  # head dimensions of these kernels
+WHOLE_HEADS = (64, 128, 256)  # head dimensions of these kernels
 
 
-def _pool(pool: OperandRef, slot: OperandRef) -> bytes:
+def pool_argument(pool: OperandRef, slot: OperandRef) -> bytes:
     """A pool and the slot of each token."""
     return _POOL.pack(
         at=pool.address, stride=pool.row_stride, slot=slot.address,
@@ -43,7 +43,7 @@ def kv_write(ctx: KernelContext) -> Launch:
     heads, width = x.meta.inner
     rows, threads = x.meta.rows, min(_THREADS, 32 * ceil(width, 32))
     args = (
-        _pool(ctx.pool, ctx.slot), x.address, x.row_stride, ctx.live_address(rows), width,
+        pool_argument(ctx.pool, ctx.slot), x.address, x.row_stride, ctx.live_address(rows), width,
     )  # fmt: skip
     return Launch(
         _module(ctx.pool.dtype.name)["kv_write"], (ctx.upper_bound(rows), heads), (threads,), args
@@ -62,12 +62,13 @@ def copy_blocks(ctx: KernelContext) -> Launch:
     return Launch(kernel, grid, (_COPY_THREADS,), (*args, words))
 
 
-def _heads(x: OperandRef, norm: int) -> bytes:
+def heads_argument(x: OperandRef, norm: int) -> bytes:
     """Heads and the address of their norm's weight (0: none)."""
     return _HEADS.pack(x=x.address, stride=x.row_stride, norm=norm, count=x.meta.inner[0])
 
 
-def _alike(node: Tensor, options: Options) -> str | None:
+def different_heads(node: Tensor, options: Options) -> str | None:
+    """Why one kernel cannot rotate and write the heads of a step; None if it can."""
     widths = {s.meta.inner[-1] for s in node.sources[:3]}
     kinds = {s.dtype.name for s in node.sources[4:6]}
     if len(kinds) > 1:
@@ -75,29 +76,30 @@ def _alike(node: Tensor, options: Options) -> str | None:
     return None if len(widths) == 1 else f"heads have {len(widths)} widths"
 
 
-def _rotates_whole_heads(ctx: KernelContext) -> bool:
-    """Whether the kernels for whole heads support these heads."""
-    width, attrs = ctx.q.meta.inner[-1], ctx.attrs
-    return attrs["dims"] in (0, width) and width in _WHOLE
+def rotates_whole_heads(node: Tensor) -> bool:
+    """Whether the kernels for whole heads support the node's heads."""
+    width = node.sources[0].meta.inner[-1]
+    return node.attrs["dims"] in (0, width) and width in WHOLE_HEADS
 
 
 @BACKEND.kernel(
     "rope_write",
     layout=dict.fromkeys(("q", "k", "v"), ROWS),
     dtypes={"k_pool": CACHED, "v_pool": CACHED},
-    when=_alike,
+    when=different_heads,
 )
 def rope_write(ctx: KernelContext) -> Launch:
     q, k, width, attrs = ctx.q, ctx.k, ctx.q.meta.inner[-1], ctx.attrs
     heads, rows = q.meta.inner[0] + 2 * k.meta.inner[0], ctx.upper_bound(q.meta.rows)
     eps, live = float(attrs["eps"]), ctx.live_address(q.meta.rows)
     args = (
-        _heads(q, ctx.address("q_norm")), _heads(k, ctx.address("k_norm")),
-        _heads(ctx.v, 0),
-        ctx.out.address, _pool(ctx.k_pool, ctx.slot), _pool(ctx.v_pool, ctx.slot), live,
+        heads_argument(q, ctx.address("q_norm")), heads_argument(k, ctx.address("k_norm")),
+        heads_argument(ctx.v, 0),
+        ctx.out.address, pool_argument(ctx.k_pool, ctx.slot),
+        pool_argument(ctx.v_pool, ctx.slot), live,
     )  # fmt: skip
     made = _module(ctx.k_pool.dtype.name)
-    if _rotates_whole_heads(ctx):
+    if rotates_whole_heads(ctx.node):
         # With many tokens a warp rotates several heads, for which it computes the angles once.
         resident = _DECODE_BLOCKS if rows <= _DECODE_ROWS else _BLOCKS
         blocks = min(ceil(heads, _WARPS), ceil(resident, rows))
