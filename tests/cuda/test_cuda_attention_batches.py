@@ -127,8 +127,10 @@ def test_a_token_has_the_same_bits_in_every_step(case):
         "mixed": (singles, 1024, 16),
         "prompt": ([(6, 0, LENGTHS[6])], 1024, 1),
         "end of a prompt": ([(8, 3990, LENGTHS[8])], 1024, 1),
+        **{f"few of {s}": ([(s, max(0, LENGTHS[s] - n), LENGTHS[s])], 16, 1)
+           for s, n in ((1, 2), (3, 16), (5, 7), (6, 3), (9, 9))},
         "many of one": ([last(8)] * 100 + [last(9)], 128, 128),
-    }
+    }  # fmt: skip
     wrong, seen = [], dict(alone)
     for name, (parts, tokens, sequences) in steps.items():
         for place, bits in cache.run(parts, tokens, sequences).items():

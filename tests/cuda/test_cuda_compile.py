@@ -140,7 +140,8 @@ def sampled_timed_builds() -> list[source.Module]:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("made", sampled_timed_builds(), ids=str)
 def test_timed_builds_compile_without_spills(made):
-    assert not spills(source.compile_module(made, "sm_90a").log)
+    used = spills(source.compile_module(made, "sm_90a").log)
+    assert max(used.values(), default=0) <= ALLOWED.get((made.file, "sm_90a"), 0), used
 
 
 @pytest.mark.nvrtc

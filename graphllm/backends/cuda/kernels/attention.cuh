@@ -26,6 +26,7 @@ struct Attention {
     i64 queries;  // which ones a kernel computes, as in enum Queries
     i64 most_sequences, most_rows;  // of a step, and rows of partial results; at least one
     float scale, softcap;
+    int shared, groups;  // query heads of a KV head, and groups of at most GROUP of them
 };
 
 enum Queries { ALL, SINGLE, SEVERAL };  // sequences of any number of queries, of one, of more
@@ -72,12 +73,6 @@ __device__ __forceinline__ VisibleKeys visible_keys(const Attention& a, int toke
     const int first = a.q_start[likely], end = a.q_start[likely + 1], length = a.kv_len[likely];
     if (likely < count && first <= token && token < end) return visible_keys(a, likely, length, first, end, token);
     return visible_keys(a, sequence_of(a, token), token);
-}
-
-// Whether a step has one token at most, and the keys of this token, of which the length says all.
-__device__ __forceinline__ bool is_lone(const Attention& a) { return a.most_rows == 1 && a.most_sequences == 1; }
-__device__ __forceinline__ VisibleKeys keys_of_lone(const Attention& a, int length) {
-    return visible_keys(a, 0, length, 0, 1, 0);
 }
 
 // The slot of key j of a sequence, in pools with blocks of 1 << shift slots.
@@ -132,8 +127,7 @@ __device__ __forceinline__ bool find_query(const Attention& a, int tokens, int r
         return true;
     }
     if (row >= (int)a.most_rows) return false;
-    // Does not wait for the number of tokens.
-    query.keys = is_lone(a) ? keys_of_lone(a, a.kv_len[0]) : visible_keys(a, row);
+    query.keys = visible_keys(a, row);  // does not wait for the number of tokens
     return row < tokens;
 }
 

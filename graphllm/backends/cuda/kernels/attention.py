@@ -90,13 +90,16 @@ def _argument(
         metadata_ready=ctx.readable_before_wait("q_start", "kv_len", "table", "prefix_len"),
         split_keys=split, slots=slots, fine_tiles=fine, queries=queries,
         most_sequences=max(1, max_sequences(ctx.node)), most_rows=max(1, rows),
-        scale=attrs["scale"], softcap=attrs["softcap"],
+        scale=attrs["scale"], softcap=attrs["softcap"], shared=heads // kv_heads,
+        groups=ceil(heads // kv_heads, GROUP),
     )  # fmt: skip
 
 
-def _decode_module(kind: str, depth: int, biased: bool, rotated: bool = False) -> Module:
+def _decode_module(
+    kind: str, depth: int, biased: bool, alone: bool, rotated: bool = False
+) -> Module:
     return module("attention_decode", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased),
-                  ROTATED=int(rotated))  # fmt: skip
+                  ALONE=int(alone), ROTATED=int(rotated))  # fmt: skip
 
 
 def _tiled_module(kind: str, depth: int, biased: bool) -> Module:
@@ -148,17 +151,15 @@ def _decode(
     kind, biased = pool_kind(node), has_logit_bias(node)
     blocks = processors * _resident(ctx)
     arg = _argument(ctx, 0, room, slots, queries, fine=TILES_PER_BLOCK * blocks, rows=rows)
-    grid: tuple[int, ...] = (min(rows * slots * groups, blocks),)
-    kernel = _decode_module(kind, depth, biased, token is not None)["attend"]
-    args: tuple[bytes, ...] = (arg,)
-    shared: int = 12 * (rows + 1)  # counts of units
-    early: Sequence[OperandRef] = ()
-    if token:
-        args, shared, early = (arg, token.argument), 0, token.weights
-        grid = (min(slots, max(1, blocks // groups)), groups)
+    alone = queries == ALL and max_sequences(node) == 1 and rows <= FEW_TOKENS
+    grid, shared = [min(rows * slots * groups, blocks)], 12 * (rows + 1)  # counts of units
+    if alone:
+        grid, shared = [min(slots, max(1, blocks // (groups * rows))), groups, rows], 0
     attend = Launch(
-        kernel, grid, (128,), args, shared, prefetches=early, shared_percent=MOSTLY_CACHE
-    )
+        _decode_module(kind, depth, biased, alone, token is not None)["attend"], grid, (128,),
+        (arg, token.argument) if token else (arg,), shared,
+        prefetches=token.weights if token else (), shared_percent=MOSTLY_CACHE,
+    )  # fmt: skip
     return [attend, _merge(ctx, arg, rows, result, step)]
 
 
@@ -294,9 +295,10 @@ def _all_instances() -> None:
                     _split_module(kind, depth, depth, together, biased)
             if kind != "f32":
                 for biased in (False, True):
-                    _decode_module(kind, depth, biased)
+                    for alone in (False, True):
+                        _decode_module(kind, depth, biased, alone)
                     if kind == "f16" and depth in WHOLE_HEADS:
-                        _decode_module(kind, depth, biased, rotated=True)
+                        _decode_module(kind, depth, biased, alone=True, rotated=True)
                     _tiled_module(kind, depth, biased)
         for together in (2, 4):
             _split_module(kind, *MLA_SIZES, together, False)

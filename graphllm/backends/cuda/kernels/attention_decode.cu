@@ -2,8 +2,8 @@
 // among thread blocks, and attention_merge.cu merges their results.
 //
 // POOL: as in attention_pools.cuh. DEPTH: elements of queries, keys and values: 64, 96, 128 or 256. BIASED: logits
-// are capped, or have ALiBi slopes or biases by distance. ROTATED: the step has one token, whose heads are normed, rotated
-// and written first (attention_rotation.cuh).
+// are capped, or have ALiBi slopes or biases by distance. ALONE: the step has one sequence, with few tokens. ROTATED: it has
+// one token, whose heads are normed, rotated and written first (attention_rotation.cuh).
 //
 // A block takes 64 keys of a KV head at a time, for up to eight of its query heads. Matrices are transposed,
 // so that heads are the eight columns of a product. Keys: a warp multiplies 16 of them with all queries, and
@@ -56,7 +56,7 @@ struct __align__(16) Shared {
     Count scan[WARPS];
 };
 
-// Grid: blocks that share the units, or if ROTATED those of `TokenUnits`, so that all units of a block have the same
+// Grid: blocks that share the units, or if ALONE those of `SequenceUnits`, so that all units of a block have the same
 // queries.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a NEW_TOKEN TIMESTAMPS) {
     RECORD_TIMESTAMPS
@@ -67,38 +67,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     const int tokens = (int)*(volatile const i64*)a.tokens;
     if (!a.metadata_ready) wait_for_previous();
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, g = lane / 4, c = lane % 4;
-    // What follows is a chain of loads while other kernels use the memory. It is short for plans of one row: each
-    // thread finds the block's first unit without shared memory, and loads its part of the table, if the sequence is
-    // short, together with the length.
+    // What follows is a chain of loads while other kernels use the memory. In a step of one sequence it is short: if the
+    // sequence is short, too, its part of the table is loaded together with the length.
     Unit unit = {};
     Pages pages, later;  // of the present and the next unit
+#if ALONE
+    pages.load_alone(a, blockIdx.x);
+    const int length = a.kv_len[0];
 #if ROTATED
     if (!token.position_ready) wait_for_previous();
-    pages.load(a, 0, blockIdx.x);
-    const int length = a.kv_len[0];
     TokenRotation rotation(token);
-    const TokenUnits units(a, length);
-    units.get(token, 0, unit);
-    auto get_unit = [&](int number, Unit& to) { units.get(token, number, to); };
+#endif
+    const SequenceUnits units(a, length, tokens);
+    const int count = units.partials.count;
+    units.get(a, 0, unit);
+    // Further units, which few blocks have, are found again: keeping the others' fields would take too many registers.
+    auto get_unit = [&](int number, Unit& to) {
+        to.there = blockIdx.x + number * gridDim.x < count;
+        if (to.there) SequenceUnits(a, a.kv_len[0], (int)*a.tokens).get(a, number, to);
+    };
 #else
     const Units units = {starts, a.queries == SINGLE ? (int)*a.sequences : tokens, head_groups(a), tokens};
-    if (a.most_rows == 1) {
-        Query query = {};
-        Count own = {0, 0, 0};
-        pages.load(a, 0, blockIdx.x / units.groups);
-        if (find_query(a, tokens, 0, query)) own = units.count(a, query.keys);
-        if (thread == 0) starts[0] = {0, 0, 0}, starts[1] = own;
-        units.get(a, 0, query, own, unit);
-    } else {
+    if (!BIASED || tokens) {  // without the condition, registers of a kernel with biases are spilled
         count_units(a, units, starts, s.scan);
         units.get(a, 0, unit);
     }
     auto get_unit = [&](int number, Unit& to) { units.get(a, number, to); };
 #endif
-    if (!unit.there || ROTATED && !tokens) {
+    if (!unit.there) {
         // Blocks without work leave room for the next kernel at once. One must wait, else this kernel could
         // complete before its predecessor.
-        if (blockIdx.x + blockIdx.y == 0) wait_for_previous();
+        if (blockIdx.x == 0 && (!ALONE || blockIdx.y + blockIdx.z == 0)) wait_for_previous();
         return;
     }
 
@@ -132,8 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         const VisibleKeys& range = unit.query.keys;
         const bool ahead =
             a.metadata_ready && (ROTATED || min(range.high, (unit.tile + 1) * TILE_KEYS) <= range.old);
-        if (!ROTATED && a.most_rows > 1 || pages.first != unit.tile * (TILE_KEYS / PAGES) || range.sequence)
-            pages.load(a, range.sequence, unit.tile);
+        if (!ALONE || pages.first != unit.tile * (TILE_KEYS / PAGES)) pages.load(a, range, unit.tile);
         auto load = [&]() {
             loads.load_keys(a, unit, unit.tile, pages);
             loads.load_values(a, unit, unit.tile, pages);
@@ -149,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         if (!ROTATED) load_queries(unit, x);
         if (!ahead) load();
 #if ROTATED
-        rotation.compute(unit, a.scale, s.q[0], s.fresh);
+        rotation.compute(a, unit, s.q[0], s.fresh);
 #else
         store_queries(x, 0);
 #endif
@@ -163,20 +161,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         if (!unit.there) return;
         if (thread == 0) get_unit(number + 2, s.units[(number + 2) % 4]);
         const int heads = unit.heads, end = unit.end;
-        if (after.there) later.load(a, after.query.keys.sequence, after.tile);
+        if (after.there) later.load(a, after.query.keys, after.tile);
         float acc[EACH][OWN / 2][4] = {}, totals[2] = {}, top = -INFINITE;  // top: of head g
 #pragma unroll 1
         for (int tile = unit.tile; tile < end; tile++, parity ^= 1) {
             const bool last = tile + 1 == end;
             float4 queries[CHUNKS][2];
-            if (!ROTATED && last && after.there) load_queries(after, queries);
+            if (!ALONE && last && after.there) load_queries(after, queries);
 #if ROTATED
             if (loads.fresh) loads.put_fresh(s.fresh);
 #endif
             float scores[4] = {};
 #pragma unroll
             for (int n = 0; n < VECTORS; n++) {
-                const uint4 q = *(const uint4*)&s.q[ROTATED ? 0 : number % 2][g][32 * n + 8 * c];
+                const uint4 q = *(const uint4*)&s.q[ALONE ? 0 : number % 2][g][32 * n + 8 * c];
                 u32 one[4], two[4];
                 loads.keys[0].pairs(n, one), loads.keys[1].pairs(n, two);
                 const u32 low[4] = {one[0], two[0], one[1], two[1]}, high[4] = {one[2], two[2], one[3], two[3]};
@@ -191,10 +189,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
             const int next_tile = last ? after.tile : tile + 1;
             if (next.there) {
                 if (last) pages = later;
-                else if (next_tile * (TILE_KEYS / PAGES) - pages.first >= WARP) pages.load(a, next.query.keys.sequence, next_tile);
+                else if (next_tile * (TILE_KEYS / PAGES) - pages.first >= WARP) pages.load(a, next.query.keys, next_tile);
                 loads.load_keys(a, next, next_tile, pages);
             }
-            if (!ROTATED && last && after.there) store_queries(queries, (number + 1) % 2);
+            if (!ALONE && last && after.there) store_queries(queries, (number + 1) % 2);
 #if POOL == 1
             const u16(*scales)[TILE_KEYS] = nullptr;
 #else

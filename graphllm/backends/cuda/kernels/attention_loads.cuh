@@ -11,11 +11,17 @@ constexpr int PAGES = 16;  // keys of the smallest block of the table
 struct Pages {
     int first, own;  // number of the first 16 keys; the lane's block
 
-    // From the first key of a tile on. Beyond the last key, numbers may be any, and are not used.
-    __device__ __forceinline__ void load(const Attention& a, int sequence, int tile) {
+    // Those of a tile and of later ones. Beyond the last key, any block will do.
+    __device__ __forceinline__ void load(const Attention& a, const VisibleKeys& keys, int tile) {
         first = tile * (TILE_KEYS / PAGES);
-        const int block = (first + (int)threadIdx.x % WARP) * PAGES >> (int)a.shift;
-        own = a.table[sequence * a.table_width + min(block, (int)a.table_width - 1)];
+        int key = min(max((first + (int)threadIdx.x % WARP) * PAGES, keys.low), keys.high - 1);
+        own = a.table[keys.sequence * a.table_width + (key >> (int)a.shift)];
+    }
+    // The same of the only sequence, without waiting for its length.
+    __device__ __forceinline__ void load_alone(const Attention& a, int tile) {
+        first = tile * (TILE_KEYS / PAGES);
+        const int key = (first + (int)threadIdx.x % WARP) * PAGES;
+        own = a.table[min(key >> (int)a.shift, (int)a.table_width - 1)];
     }
     __device__ __forceinline__ i64 slot(const Attention& a, int key) const {
         i64 page = __shfl_sync(FULL, own, key / PAGES - first);

@@ -18,7 +18,34 @@ struct Count {
     }
 };
 
-// The units of a step: partial results of rows, each for all groups of heads. The last ones of rows may be
+// The units of a step of one sequence. Block (x, y, z) has partial results x, x + gridDim.x, ... of group y of the query heads
+// of token z, so that they take few instructions and one load to find: what precedes the first loads of keys is a chain
+// that nothing hides.
+struct SequenceUnits {
+    Query query;
+    Partials partials;
+
+    __device__ __forceinline__ SequenceUnits(const Attention& a, int length, int tokens)
+        : query{(int)blockIdx.z, visible_keys(a, 0, length, 0, tokens, blockIdx.z)},
+          partials(a, query.keys, tokens * gridDim.y) {
+        if (query.token >= tokens) partials.count = 0;
+    }
+
+    // Unit `number` of this block.
+    __device__ __forceinline__ void get(const Attention& a, int number, Unit& unit) const {
+        const int slot = blockIdx.x + number * gridDim.x, group = blockIdx.y;
+        unit.there = slot < partials.count;
+        unit.row = query.token, unit.slot = slot, unit.query = query;
+        unit.kv = a.groups == 1 ? group : group / a.groups;
+        unit.head = unit.kv * a.shared + (group - unit.kv * a.groups) * GROUP;
+        unit.heads = min(GROUP, (unit.kv + 1) * a.shared - unit.head);
+        const int tile = partials.first + slot << partials.shift;
+        unit.tile = max(tile, query.keys.low / TILE_KEYS);
+        unit.end = min(tile + partials.each, (query.keys.high - 1) / TILE_KEYS + 1);
+    }
+};
+
+// The units of any step: partial results of rows, each for all groups of heads. The last ones of rows may be
 // shorter than the others. The full units are dealt to the blocks round-robin, and then the short ones,
 // so that blocks with fewer full units get more short ones.
 struct Units {
@@ -43,14 +70,6 @@ struct Units {
         const int tile = (partials.first + slot) * partials.each;
         unit.tile = max(tile, query.keys.low / TILE_KEYS);
         unit.end = min(tile + partials.each, (query.keys.high - 1) / TILE_KEYS + 1);
-    }
-
-    // Unit `number` of this block in a step of one row, which has `own` partial results.
-    __device__ __forceinline__ void get(const Attention& a, int number, const Query& query, const Count& own,
-                                        Unit& unit) const {
-        const int index = blockIdx.x + number * gridDim.x, slot = index / groups;
-        unit.there = slot < own.others + own.last;
-        if (unit.there) fill(a, 0, slot, index % groups, query, unit);
     }
 
     // Unit `number` of this block.

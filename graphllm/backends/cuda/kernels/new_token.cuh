@@ -8,7 +8,6 @@ struct NewToken {
     Heads q, k, v;
     Pool k_pool, v_pool;
     Rotation rotation;
-    int shared, groups;  // query heads of a KV head, and groups of them
     float eps;
     int position_ready;  // position and slot may be read before the wait
     int few_heads;       // the next linear has few weights, so it starts when the queries are there

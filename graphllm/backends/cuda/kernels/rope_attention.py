@@ -17,10 +17,9 @@ from ... import ROWS, Options
 from .. import BACKEND
 from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext, OperandRef
-from ..runtime.work import Launch, ceil
+from ..runtime.work import Launch
 from .attention import NewToken, float_launches, quantised_launches, quantised_nbytes
 from .attention_shapes import (
-    GROUP,
     fits_tensor_cores,
     max_sequences,
     max_tokens,
@@ -64,13 +63,11 @@ def _rotated_nbytes(node: Tensor) -> int:
 
 def _new_token(ctx: KernelContext) -> NewToken:
     slot, (heads, width) = ctx.slot, ctx.q.meta.inner
-    shared = heads // ctx.k.meta.inner[0]
     argument = _TOKEN.pack(
         q=heads_argument(ctx.q, ctx.address("q_norm")),
         k=heads_argument(ctx.k, ctx.address("k_norm")), v=heads_argument(ctx.v, 0),
         k_pool=pool_argument(ctx.k_pool, slot), v_pool=pool_argument(ctx.v_pool, slot),
-        shared=shared, groups=ceil(shared, GROUP), rotation=rotation(ctx, width),
-        eps=ctx.attrs["eps"],
+        rotation=rotation(ctx, width), eps=ctx.attrs["eps"],
         position_ready=ctx.readable_before_wait("slot", "pos"),
         few_heads=heads * width <= _FEW_ELEMENTS,
     )  # fmt: skip
