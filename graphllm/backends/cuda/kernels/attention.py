@@ -96,10 +96,10 @@ def _argument(
 
 
 def _decode_module(
-    kind: str, depth: int, biased: bool, alone: bool, rotated: bool = False
+    kind: str, depth: int, biased: bool, one_sequence: bool, rotated: bool = False
 ) -> Module:
     return module("attention_decode", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased),
-                  ALONE=int(alone), ROTATED=int(rotated))  # fmt: skip
+                  ONE_SEQUENCE=int(one_sequence), ROTATED=int(rotated))  # fmt: skip
 
 
 def _tiled_module(kind: str, depth: int, biased: bool) -> Module:
@@ -151,13 +151,13 @@ def _decode(
     kind, biased = pool_kind(node), has_logit_bias(node)
     blocks = processors * _resident(ctx)
     arg = _argument(ctx, 0, room, slots, queries, fine=TILES_PER_BLOCK * blocks, rows=rows)
-    alone = queries == ALL and max_sequences(node) == 1 and rows <= FEW_TOKENS
+    one_sequence = queries == ALL and max_sequences(node) == 1 and rows <= FEW_TOKENS
     grid, shared = [min(rows * slots * groups, blocks)], 12 * (rows + 1)  # counts of units
-    if alone:
+    if one_sequence:
         grid, shared = [min(slots, max(1, blocks // (groups * rows))), groups, rows], 0
+    made = _decode_module(kind, depth, biased, one_sequence, token is not None)
     attend = Launch(
-        _decode_module(kind, depth, biased, alone, token is not None)["attend"], grid, (128,),
-        (arg, token.argument) if token else (arg,), shared,
+        made["attend"], grid, (128,), (arg, token.argument) if token else (arg,), shared,
         prefetches=token.weights if token else (), shared_percent=MOSTLY_CACHE,
     )  # fmt: skip
     return [attend, _merge(ctx, arg, rows, result, step)]
@@ -295,10 +295,10 @@ def _all_instances() -> None:
                     _split_module(kind, depth, depth, together, biased)
             if kind != "f32":
                 for biased in (False, True):
-                    for alone in (False, True):
-                        _decode_module(kind, depth, biased, alone)
+                    for one_sequence in (False, True):
+                        _decode_module(kind, depth, biased, one_sequence)
                     if kind == "f16" and depth in WHOLE_HEADS:
-                        _decode_module(kind, depth, biased, alone=True, rotated=True)
+                        _decode_module(kind, depth, biased, one_sequence=True, rotated=True)
                     _tiled_module(kind, depth, biased)
         for together in (2, 4):
             _split_module(kind, *MLA_SIZES, together, False)

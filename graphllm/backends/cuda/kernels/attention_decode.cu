@@ -2,8 +2,8 @@
 // among thread blocks, and attention_merge.cu merges their results.
 //
 // POOL: as in attention_pools.cuh. DEPTH: elements of queries, keys and values: 64, 96, 128 or 256. BIASED: logits
-// are capped, or have ALiBi slopes or biases by distance. ALONE: the step has one sequence, with few tokens. ROTATED: it has
-// one token, whose heads are normed, rotated and written first (attention_rotation.cuh).
+// are capped, or have ALiBi slopes or biases by distance. ONE_SEQUENCE: the step has one sequence, with few tokens. ROTATED:
+// it has one token, whose heads are normed, rotated and written first (attention_rotation.cuh).
 //
 // A block takes 64 keys of a KV head at a time, for up to eight of its query heads. Matrices are transposed,
 // so that heads are the eight columns of a product. Keys: a warp multiplies 16 of them with all queries, and
@@ -50,14 +50,14 @@ struct __align__(16) Shared {
     u16 scales[2][SCALES][TILE_KEYS];  // of values
 #endif
 #if ROTATED
-    u16 fresh[2][DEPTH];  // the new key, and its value
+    u16 new_rows[2][DEPTH];  // of the new key, and of its value
 #endif
     Unit units[4];  // number n in n % 4: the present one, two before it and the next
     Count scan[WARPS];
 };
 
-// Grid: blocks that share the units, or if ALONE those of `SequenceUnits`, so that all units of a block have the same
-// queries.
+// Grid: blocks that share the units, or if ONE_SEQUENCE those of `SequenceUnits`, so that all units of a block have the
+// same queries.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a NEW_TOKEN TIMESTAMPS) {
     RECORD_TIMESTAMPS
     __shared__ Shared s;
@@ -71,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     // sequence is short, too, its part of the table is loaded together with the length.
     Unit unit = {};
     Pages pages, later;  // of the present and the next unit
-#if ALONE
-    pages.load_alone(a, blockIdx.x);
+#if ONE_SEQUENCE
+    pages.load_ahead(a, blockIdx.x);
     const int length = a.kv_len[0];
 #if ROTATED
     if (!token.position_ready) wait_for_previous();
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     if (!unit.there) {
         // Blocks without work leave room for the next kernel at once. One must wait, else this kernel could
         // complete before its predecessor.
-        if (blockIdx.x == 0 && (!ALONE || blockIdx.y + blockIdx.z == 0)) wait_for_previous();
+        if (blockIdx.x == 0 && (!ONE_SEQUENCE || blockIdx.y + blockIdx.z == 0)) wait_for_previous();
         return;
     }
 
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         const VisibleKeys& range = unit.query.keys;
         const bool ahead =
             a.metadata_ready && (ROTATED || min(range.high, (unit.tile + 1) * TILE_KEYS) <= range.old);
-        if (!ALONE || pages.first != unit.tile * (TILE_KEYS / PAGES)) pages.load(a, range, unit.tile);
+        if (!ONE_SEQUENCE || pages.first != unit.tile * (TILE_KEYS / PAGES)) pages.load(a, range, unit.tile);
         auto load = [&]() {
             loads.load_keys(a, unit, unit.tile, pages);
             loads.load_values(a, unit, unit.tile, pages);
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         if (!ROTATED) load_queries(unit, x);
         if (!ahead) load();
 #if ROTATED
-        rotation.compute(a, unit, s.q[0], s.fresh);
+        rotation.compute(a, unit, s.q[0], s.new_rows);
 #else
         store_queries(x, 0);
 #endif
@@ -167,14 +167,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         for (int tile = unit.tile; tile < end; tile++, parity ^= 1) {
             const bool last = tile + 1 == end;
             float4 queries[CHUNKS][2];
-            if (!ALONE && last && after.there) load_queries(after, queries);
+            if (!ONE_SEQUENCE && last && after.there) load_queries(after, queries);
 #if ROTATED
-            if (loads.fresh) loads.put_fresh(s.fresh);
+            if (loads.new_keys) loads.replace_new_keys(s.new_rows);
 #endif
             float scores[4] = {};
 #pragma unroll
             for (int n = 0; n < VECTORS; n++) {
-                const uint4 q = *(const uint4*)&s.q[ALONE ? 0 : number % 2][g][32 * n + 8 * c];
+                const uint4 q = *(const uint4*)&s.q[ONE_SEQUENCE ? 0 : number % 2][g][32 * n + 8 * c];
                 u32 one[4], two[4];
                 loads.keys[0].pairs(n, one), loads.keys[1].pairs(n, two);
                 const u32 low[4] = {one[0], two[0], one[1], two[1]}, high[4] = {one[2], two[2], one[3], two[3]};
@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
                 else if (next_tile * (TILE_KEYS / PAGES) - pages.first >= WARP) pages.load(a, next.query.keys, next_tile);
                 loads.load_keys(a, next, next_tile, pages);
             }
-            if (!ALONE && last && after.there) store_queries(queries, (number + 1) % 2);
+            if (!ONE_SEQUENCE && last && after.there) store_queries(queries, (number + 1) % 2);
 #if POOL == 1
             const u16(*scales)[TILE_KEYS] = nullptr;
 #else

@@ -18,7 +18,7 @@ struct Pages {
         own = a.table[keys.sequence * a.table_width + (key >> (int)a.shift)];
     }
     // The same of the only sequence, without waiting for its length.
-    __device__ __forceinline__ void load_alone(const Attention& a, int tile) {
+    __device__ __forceinline__ void load_ahead(const Attention& a, int tile) {
         first = tile * (TILE_KEYS / PAGES);
         const int key = (first + (int)threadIdx.x % WARP) * PAGES;
         own = a.table[min(key >> (int)a.shift, (int)a.table_width - 1)];
@@ -112,9 +112,9 @@ struct Loads {
 
 #if ROTATED
     int slot;   // of the new key
-    u64 fresh;  // which keys of the tile are the new one: they are loaded, but not with its bits
+    u64 new_keys;  // a bit for each key of the tile that is the new one, or repeats it: those are not loaded with its bits
 
-    __device__ __forceinline__ u64 keys_at(const Attention& a, const VisibleKeys& range, int tile, const Pages& pages) {
+    __device__ __forceinline__ u64 find_new_keys(const Attention& a, const VisibleKeys& range, int tile, const Pages& pages) {
         if (is_whole(a, range, tile)) {
             const i64 number = slot - pages.slot(a, tile * TILE_KEYS);
             return number >= 0 && number < TILE_KEYS ? 1ull << number : 0;
@@ -125,11 +125,11 @@ struct Loads {
     }
 
     // Replace the new key and its value, which are in shared memory.
-    __device__ __forceinline__ void put_fresh(const u16 (*rows)[DEPTH]) {
+    __device__ __forceinline__ void replace_new_keys(const u16 (*rows)[DEPTH]) {
         const int first = threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4;
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            if (fresh >> (first + 8 * i) & 1)
+            if (new_keys >> (first + 8 * i) & 1)
 #pragma unroll
                 for (int n = 0; n < VECTORS; n++)
                     keys[i].vectors[n] = *(const uint4*)&rows[0][32 * n + 8 * (threadIdx.x % 4)];
@@ -137,7 +137,7 @@ struct Loads {
         for (int t = 0; t < TILE_KEYS / 16; t++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                if (active && fresh >> value_key(t, i) & 1)
+                if (active && new_keys >> value_key(t, i) & 1)
 #pragma unroll
                     for (int n = 0; n < EACH; n++)
 #pragma unroll
@@ -201,7 +201,7 @@ struct Loads {
     __device__ __forceinline__ void load_keys(const Attention& a, const Unit& u, int tile, const Pages& pages) {
         const VisibleKeys& range = u.query.keys;
 #if ROTATED
-        fresh = keys_at(a, range, tile, pages);
+        new_keys = find_new_keys(a, range, tile, pages);
 #endif
         if (is_whole(a, range, tile))
             load_keys(a, u, AdjacentSlots{a.k + pages.slot(a, tile * TILE_KEYS) * a.k_stride, a.k_stride});

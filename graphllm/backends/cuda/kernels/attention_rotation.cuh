@@ -29,7 +29,7 @@ struct TokenRotation {
 
     // Store the unit's queries as f16 times `a.scale`, and the new key and value, which go to the pools as well if this is
     // the first unit of its KV head.
-    __device__ __forceinline__ void compute(const Attention& a, const Unit& unit, u16 (*queries)[QUERY], u16 (*fresh)[DEPTH]) {
+    __device__ __forceinline__ void compute(const Attention& a, const Unit& unit, u16 (*queries)[QUERY], u16 (*new_rows)[DEPTH]) {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
         const bool first = unit.slot == 0 && unit.head == unit.kv * a.shared;
         float y[SHARE][PAIRS], z[SHARE][PAIRS];
@@ -48,7 +48,7 @@ struct TokenRotation {
             if (n < 1) angles.rotate(y[i], z[i]);
             float x[2 * PAIRS];
             angles.elements(y[i], z[i], x);
-            u16* const to = (n < 0 ? queries[unit.heads + n] : fresh[n]) + lane;
+            u16* const to = (n < 0 ? queries[unit.heads + n] : new_rows[n]) + lane;
 #pragma unroll
             for (int j = 0; j < 2 * PAIRS; j++) to[32 * j] = to_f16(n < 0 ? x[j] * a.scale : x[j]);
             if (n >= 0 && first && slot >= 0)
