@@ -60,11 +60,17 @@ _TARGET = ArgumentStruct("quantize.cuh", "Target")
 
 
 @dataclass(frozen=True)
-class NewToken:
-    """The token whose heads attention_decode.cu rotates and writes: the struct of this name, and
-    the weights that it reads early."""
+class NewTokens:
+    """Tokens whose heads attention_decode.cu rotates and writes.
+
+    Attributes:
+        argument: the struct of this name.
+        most: their number at most, 1 or `FEW_TOKENS`.
+        weights: what the kernel reads early.
+    """
 
     argument: bytes
+    most: int
     weights: Sequence[OperandRef]
 
 
@@ -95,11 +101,9 @@ def _argument(
     )  # fmt: skip
 
 
-def _decode_module(
-    kind: str, depth: int, biased: bool, one_sequence: bool, rotated: bool = False
-) -> Module:
+def _decode_module(kind: str, depth: int, biased: bool, one_sequence: bool, rotated: int = 0) -> Module:
     return module("attention_decode", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased),
-                  ONE_SEQUENCE=int(one_sequence), ROTATED=int(rotated))  # fmt: skip
+                  ONE_SEQUENCE=int(one_sequence), ROTATED=rotated)  # fmt: skip
 
 
 def _tiled_module(kind: str, depth: int, biased: bool) -> Module:
@@ -129,16 +133,17 @@ def _merge(ctx: KernelContext, arg: bytes, rows: int, result: bytes, step: int) 
     return Launch(kernel, grid, (512 if few else 256,), (arg, result), shared_percent=MOSTLY_CACHE)
 
 
-def _resident(ctx: KernelContext) -> int:
+def _resident(ctx: KernelContext, rotated: int) -> int:
     """Thread blocks of attention_decode.cu that fit on a multiprocessor, as stated there."""
     node, (_, _, depth, _) = ctx.node, sizes(ctx.node)
     enough = pool_kind(node) != "f16" or ctx.device.gpu.capability >= (9, 0)  # registers
-    four = depth == 64 or (depth == 128 and not has_logit_bias(node) and enough)
+    enough &= rotated < 2 and not has_logit_bias(node)
+    four = depth == 64 or (depth == 128 and enough)
     return 2 if depth > 128 else 4 if four else 3
 
 
 def _decode(
-    ctx: KernelContext, room: int, result: bytes, step: int, token: NewToken | None = None
+    ctx: KernelContext, room: int, result: bytes, step: int, new: NewTokens | None = None
 ) -> list[Launch]:
     """The decode kernel and its merge. ``room``: address of partial results."""
     node = ctx.node
@@ -149,16 +154,17 @@ def _decode(
     slots, processors = decode_slots(node), ctx.device.gpu.processors
     groups = kv_heads * ceil(heads // kv_heads, GROUP)
     kind, biased = pool_kind(node), has_logit_bias(node)
-    blocks = processors * _resident(ctx)
+    rotated = new.most if new else 0
+    blocks = processors * _resident(ctx, rotated)
     arg = _argument(ctx, 0, room, slots, queries, fine=TILES_PER_BLOCK * blocks, rows=rows)
     one_sequence = queries == ALL and max_sequences(node) == 1 and rows <= FEW_TOKENS
     grid, shared = [min(rows * slots * groups, blocks)], 12 * (rows + 1)  # counts of units
     if one_sequence:
         grid, shared = [min(slots, max(1, blocks // (groups * rows))), groups, rows], 0
-    made = _decode_module(kind, depth, biased, one_sequence, token is not None)
+    made = _decode_module(kind, depth, biased, one_sequence, rotated)
     attend = Launch(
-        made["attend"], grid, (128,), (arg, token.argument) if token else (arg,), shared,
-        prefetches=token.weights if token else (), shared_percent=MOSTLY_CACHE,
+        made["attend"], grid, (128,), (arg, new.argument) if new else (arg,), shared,
+        prefetches=new.weights if new else (), shared_percent=MOSTLY_CACHE,
     )  # fmt: skip
     return [attend, _merge(ctx, arg, rows, result, step)]
 
@@ -213,7 +219,7 @@ def _float_target(ctx: KernelContext, out: int) -> bytes:
 
 
 def float_launches(
-    ctx: KernelContext, out: int, room: int, token: NewToken | None = None
+    ctx: KernelContext, out: int, room: int, new: NewTokens | None = None
 ) -> list[Launch]:
     """Launches that store float32 results at address ``out``.
 
@@ -221,11 +227,11 @@ def float_launches(
         ctx: the step.
         out: address of the results.
         room: address of `partials_nbytes` bytes.
-        token: the token that is rotated first; only if `on_tensor_cores`, in a step of one.
+        new: tokens that are rotated first; only if `on_tensor_cores`, in steps of few.
     """
     to = _float_target(ctx, out)
     if on_tensor_cores(ctx):
-        return [*_decode(ctx, room, to, 1, token), *_tiled(ctx, out)]
+        return [*_decode(ctx, room, to, 1, new), *_tiled(ctx, out)]
     if can_split_kv(ctx.node):
         return _split(ctx, out, room, to, 1)
     return [_generic(ctx, out)]
@@ -253,7 +259,7 @@ def quantised_nbytes(node: Tensor) -> int:
 
 
 def quantised_launches(
-    ctx: KernelContext, floats: int, token: NewToken | None = None
+    ctx: KernelContext, floats: int, new: NewTokens | None = None
 ) -> list[Launch]:
     """Launches that store quantised results in ``ctx.out``; see `float_launches`.
 
@@ -266,11 +272,11 @@ def quantised_launches(
     if on_tensor_cores(ctx):
         if halves or (parts and decode_queries(node)[0] == ALL):
             tiled = _tiled(ctx, ctx.out.address, halves)
-            return [*_decode(ctx, room, result, step, token), *tiled]
+            return [*_decode(ctx, room, result, step, new), *tiled]
     elif parts and can_split_kv(node) and scalar_slots(node):
         return _split(ctx, floats, room, result, step)
     heads, _, _, width = sizes(node)
-    launches = float_launches(ctx, floats, room, token)
+    launches = float_launches(ctx, floats, room, new)
     return [*launches, quantise(ctx, floats, 4 * heads * width, ctx.out)]
 
 
@@ -298,7 +304,8 @@ def _all_instances() -> None:
                     for one_sequence in (False, True):
                         _decode_module(kind, depth, biased, one_sequence)
                     if kind == "f16" and depth in WHOLE_HEADS:
-                        _decode_module(kind, depth, biased, one_sequence=True, rotated=True)
+                        for most in (1, FEW_TOKENS):
+                            _decode_module(kind, depth, biased, one_sequence=True, rotated=most)
                     _tiled_module(kind, depth, biased)
         for together in (2, 4):
             _split_module(kind, *MLA_SIZES, together, False)

@@ -2,8 +2,8 @@
 // among thread blocks, and attention_merge.cu merges their results.
 //
 // POOL: as in attention_pools.cuh. DEPTH: elements of queries, keys and values: 64, 96, 128 or 256. BIASED: logits
-// are capped, or have ALiBi slopes or biases by distance. ONE_SEQUENCE: the step has one sequence, with few tokens. ROTATED:
-// it has one token, whose heads are normed, rotated and written first (attention_rotation.cuh).
+// are capped, or have ALiBi slopes or biases by distance. ONE_SEQUENCE: the step has one sequence, with few tokens. ROTATED: if not 0,
+// heads of its tokens, so many at most, are normed, rotated and written first (attention_rotation.cuh).
 //
 // A block takes 64 keys of a KV head at a time, for up to eight of its query heads. Matrices are transposed,
 // so that heads are the eight columns of a product. Keys: a warp multiplies 16 of them with all queries, and
@@ -26,17 +26,17 @@ constexpr int EACH = (PARTS + WARPS - 1) / WARPS;  // products of a warp
 constexpr int PARTIAL = DEPTH + 4;                 // floats of a partial result: sums, top, total
 constexpr int LOGITS = TILE_KEYS + 8;              // floats between heads: reads cover all banks
 // Blocks of a multiprocessor, as in attention.py: as many as registers allow.
-constexpr bool FOUR = DEPTH == 64 || DEPTH == 128 && !BIASED && (POOL != 1 || __CUDA_ARCH__ >= 900);
+constexpr bool FOUR = DEPTH == 64 || DEPTH == 128 && !BIASED && ROTATED < 2 && (POOL != 1 || __CUDA_ARCH__ >= 900);
 constexpr int RESIDENT = DEPTH > 128 ? 2 : FOUR ? 4 : 3;
 constexpr int QUERY = DEPTH + (DEPTH % 64 ? 0 : 32);  // halves between queries: two rows of 64 bytes cover all banks
 constexpr int CHUNKS = (DEPTH + THREADS - 1) / THREADS;  // of eight elements of queries that a thread loads
 constexpr u32 ONES = 0x3c003c00u;
 #if ROTATED
 #include "attention_rotation.cuh"
-#define NEW_TOKEN , NewToken token
-#define FEW_HEADS token.few_heads
+#define NEW_TOKENS , NewTokens fresh
+#define FEW_HEADS fresh.few_heads
 #else
-#define NEW_TOKEN
+#define NEW_TOKENS
 #define FEW_HEADS false
 #endif
 // Rows up to which the next kernel starts late: it would request its weights while `rope_write` and then this
@@ -50,15 +50,15 @@ struct __align__(16) Shared {
     u16 scales[2][SCALES][TILE_KEYS];  // of values
 #endif
 #if ROTATED
-    u16 new_rows[2][DEPTH];  // of the new key, and of its value
+    u16 new_rows[2][ROTATED][DEPTH];  // new keys, and their values
 #endif
     Unit units[4];  // number n in n % 4: the present one, two before it and the next
     Count scan[WARPS];
 };
 
-// Grid: blocks that share the units, or if ONE_SEQUENCE those of `SequenceUnits`, so that all units of a block have the
-// same queries.
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a NEW_TOKEN TIMESTAMPS) {
+// Grid: blocks that share the units, or if ONE_SEQUENCE those of `SequenceUnits`, so that all units of a block have the same
+// queries.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a NEW_TOKENS TIMESTAMPS) {
     RECORD_TIMESTAMPS
     __shared__ Shared s;
     DYNAMIC_SHARED(Count, starts);
@@ -75,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     pages.load_ahead(a, blockIdx.x);
     const int length = a.kv_len[0];
 #if ROTATED
-    if (!token.position_ready) wait_for_previous();
-    TokenRotation rotation(token);
+    if (!fresh.position_ready) wait_for_previous();
+    TokenRotation rotation(fresh);
 #endif
     const SequenceUnits units(a, length, tokens);
     const int count = units.partials.count;
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     const bool active = EACH > 1 || PARTS == WARPS || warp < PARTS;  // has dimensions of values
     Loads loads(a, active);
 #if ROTATED
-    loads.slot = rotation.slot;
+    loads.slots = fresh.k_pool.slot;
 #endif
     // Load queries of a unit, and store them in shared memory as f16: eight elements of a chunk.
     auto load_queries = [&](const Unit& u, float4 (&x)[CHUNKS][2]) {
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         };
         if (ahead) load();
 #if ROTATED
-        rotation.prepare();
+        rotation.prepare(a, unit, count > gridDim.x);
 #endif
         if (thread == 0) s.units[0] = unit, get_unit(1, s.units[1]);
         wait_for_previous();
@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
             float4 queries[CHUNKS][2];
             if (!ONE_SEQUENCE && last && after.there) load_queries(after, queries);
 #if ROTATED
-            if (loads.new_keys) loads.replace_new_keys(s.new_rows);
+            if (loads.new_keys) loads.replace_new_keys(unit.query.keys, tile, s.new_rows);
 #endif
             float scores[4] = {};
 #pragma unroll

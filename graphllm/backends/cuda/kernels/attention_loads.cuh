@@ -111,37 +111,43 @@ struct Loads {
 #endif
 
 #if ROTATED
-    int slot;   // of the new key
-    u64 new_keys;  // a bit for each key of the tile that is the new one, or repeats it: those are not loaded with its bits
+    const int* slots;  // of new keys, by token
+    u64 new_keys;      // a bit for each key of the tile that is new, or repeats one: those are not loaded with their bits
 
     __device__ __forceinline__ u64 find_new_keys(const Attention& a, const VisibleKeys& range, int tile, const Pages& pages) {
-        if (is_whole(a, range, tile)) {
-            const i64 number = slot - pages.slot(a, tile * TILE_KEYS);
-            return number >= 0 && number < TILE_KEYS ? 1ull << number : 0;
+        if (min(range.high, (tile + 1) * TILE_KEYS) <= range.old) return 0;
+        u32 found[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int key = within(range, tile * TILE_KEYS + i * WARP + threadIdx.x % WARP);
+            const i64 slot = pages.slot(a, key);
+            found[i] = __ballot_sync(FULL, key >= range.old && slots[max(0, key - range.old)] == slot);
         }
-        const int key = tile * TILE_KEYS + threadIdx.x % WARP;
-        const u32 low = __ballot_sync(FULL, pages.slot(a, within(range, key)) == slot);
-        return low | (u64)__ballot_sync(FULL, pages.slot(a, within(range, key + WARP)) == slot) << 32;
+        return found[0] | (u64)found[1] << 32;
     }
 
-    // Replace the new key and its value, which are in shared memory.
-    __device__ __forceinline__ void replace_new_keys(const u16 (*rows)[DEPTH]) {
-        const int first = threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4;
+    // Replace new keys and their values, which are in shared memory by token.
+    __device__ __forceinline__ void replace_new_keys(const VisibleKeys& range, int tile, const u16 (*rows)[ROTATED][DEPTH]) {
+        const int start = tile * TILE_KEYS, first = threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4;
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            if (new_keys >> (first + 8 * i) & 1)
+            if (new_keys >> (first + 8 * i) & 1) {
+                const u16* row = rows[0][within(range, start + first + 8 * i) - range.old];
 #pragma unroll
                 for (int n = 0; n < VECTORS; n++)
-                    keys[i].vectors[n] = *(const uint4*)&rows[0][32 * n + 8 * (threadIdx.x % 4)];
+                    keys[i].vectors[n] = *(const uint4*)&row[32 * n + 8 * (threadIdx.x % 4)];
+            }
 #pragma unroll
         for (int t = 0; t < TILE_KEYS / 16; t++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                if (active && new_keys >> value_key(t, i) & 1)
+                if (active && new_keys >> value_key(t, i) & 1) {
+                    const u16* row = rows[1][within(range, start + value_key(t, i)) - range.old];
 #pragma unroll
                     for (int n = 0; n < EACH; n++)
 #pragma unroll
-                        for (int e = 0; e < OWN / 2; e++) values[n][t][i][e] = *(const u32*)&rows[1][dimension(n) + 2 * e];
+                        for (int e = 0; e < OWN / 2; e++) values[n][t][i][e] = *(const u32*)&row[dimension(n) + 2 * e];
+                }
     }
 #endif
 

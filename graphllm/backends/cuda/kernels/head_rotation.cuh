@@ -16,10 +16,15 @@ __device__ __forceinline__ const float* head_of(const Heads& all, i64 token, int
     return (const float*)(all.x + token * all.stride) + own * width;
 }
 
+// Sines and cosines of a position.
+template <int P> struct Turn {
+    float s[P], c[P];
+};
+
 // Lane l rotates the pairs 32 j + l. Products are rounded as stated, so that all kernels get the same bits.
 template <int P> struct WarpRotation {
     static constexpr int WIDE = 64 * P;
-    float inverse[P], divisor[P], s[P], c[P], attention_factor;
+    float inverse[P], divisor[P], attention_factor;
     int interleaved;
 
     __device__ __forceinline__ WarpRotation(const Rotation& rotation)
@@ -32,13 +37,16 @@ template <int P> struct WarpRotation {
         }
     }
 
-    // Compute the angles, which waits for what the constructor loads.
-    __device__ __forceinline__ void at(int pos) {
+    // Those of a position, which waits for what the constructor loads.
+    __device__ __forceinline__ Turn<P> at(int pos) const {
+        Turn<P> turn;
 #pragma unroll
         for (int j = 0; j < P; j++) {
-            angle_of(pos, divisor[j] == 1 ? inverse[j] : __fdiv_rn(inverse[j], divisor[j]), s[j], c[j]);
-            s[j] *= attention_factor, c[j] *= attention_factor;
+            const float each = divisor[j] == 1 ? inverse[j] : __fdiv_rn(inverse[j], divisor[j]);
+            angle_of(pos, each, turn.s[j], turn.c[j]);
+            turn.s[j] *= attention_factor, turn.c[j] *= attention_factor;
         }
+        return turn;
     }
 
     // Load the pairs of a row of floats.
@@ -62,11 +70,11 @@ template <int P> struct WarpRotation {
         for (int j = 0; j < P; j++) a[j] = a[j] * factor * u[j], b[j] = b[j] * factor * v[j];
     }
 
-    __device__ __forceinline__ void rotate(float (&a)[P], float (&b)[P]) const {
+    static __device__ __forceinline__ void rotate(const Turn<P>& t, float (&a)[P], float (&b)[P]) {
 #pragma unroll
         for (int j = 0; j < P; j++) {
             const float y = a[j], z = b[j];
-            a[j] = fmaf(y, c[j], -__fmul_rn(z, s[j])), b[j] = fmaf(y, s[j], __fmul_rn(z, c[j]));
+            a[j] = fmaf(y, t.c[j], -__fmul_rn(z, t.s[j])), b[j] = fmaf(y, t.s[j], __fmul_rn(z, t.c[j]));
         }
     }
 

@@ -1,4 +1,4 @@
-"""Attention of a step of one token that rotates the token's heads and writes its key itself.
+"""Attention of few tokens of one sequence that rotates their heads and writes their keys itself.
 
 So such a step has one launch less, see attention_rotation.cuh. Pools are f16: other keys have to be
 read back with the bits that were written.
@@ -18,8 +18,9 @@ from .. import BACKEND
 from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.work import Launch
-from .attention import NewToken, float_launches, quantised_launches, quantised_nbytes
+from .attention import NewTokens, float_launches, quantised_launches, quantised_nbytes
 from .attention_shapes import (
+    FEW_TOKENS,
     fits_tensor_cores,
     max_sequences,
     max_tokens,
@@ -35,7 +36,7 @@ from .kv_cache import (
 )
 from .rope import rotation
 
-_TOKEN = ArgumentStruct("new_token.cuh", "NewToken")
+_TOKENS = ArgumentStruct("new_tokens.cuh", "NewTokens")
 # Queries of up to so many elements gain nothing by an early start of the output projection.
 _FEW_ELEMENTS = 1024
 
@@ -47,12 +48,12 @@ def _attention(node: Tensor) -> Tensor:
 
 def _when(node: Tensor, options: Options) -> str | None:
     part = _attention(node)
-    if max_tokens(part) != 1 or max_sequences(part) != 1:
-        return "steps of more than one token or sequence"
+    if max_tokens(part) > FEW_TOKENS or max_sequences(part) != 1:
+        return "steps of many tokens or several sequences"
     if not fits_tensor_cores(part) or not rotates_whole_heads(node):
         return "heads that are not computed on tensor cores, or not rotated as a whole"
     if not node.attrs["causal"] or node.attrs["skip_prefix"]:
-        return "a token that does not see its own key"
+        return "tokens that do not see their own keys"
     return different_heads(node, options)
 
 
@@ -61,9 +62,9 @@ def _rotated_nbytes(node: Tensor) -> int:
     return aligned(Meta.of(node.sources[0].shape, F32).bound().nbytes)
 
 
-def _new_token(ctx: KernelContext) -> NewToken:
+def _new_tokens(ctx: KernelContext, most: int) -> NewTokens:
     slot, (heads, width) = ctx.slot, ctx.q.meta.inner
-    argument = _TOKEN.pack(
+    argument = _TOKENS.pack(
         q=heads_argument(ctx.q, ctx.address("q_norm")),
         k=heads_argument(ctx.k, ctx.address("k_norm")), v=heads_argument(ctx.v, 0),
         k_pool=pool_argument(ctx.k_pool, slot), v_pool=pool_argument(ctx.v_pool, slot),
@@ -72,7 +73,7 @@ def _new_token(ctx: KernelContext) -> NewToken:
         few_heads=heads * width <= _FEW_ELEMENTS,
     )  # fmt: skip
     early = [ref for ref in map(ctx.op, ("factors", "q_norm", "k_norm")) if ref is not None]
-    return NewToken(argument, early)
+    return NewTokens(argument, most, early)
 
 
 def _launches(ctx: KernelContext, quantised: bool) -> list[Launch]:
@@ -81,16 +82,16 @@ def _launches(ctx: KernelContext, quantised: bool) -> list[Launch]:
     rope, attended = copy(ctx), ctx.with_operand("k", ctx.k_pool).with_operand("v", ctx.v_pool)
     rope.attrs = {**ctx.attrs, "scale": ctx.attrs["rope_scale"]}
     attended.node = _attention(node)
-    token, before = None, []
+    new, before = None, []
     if on_tensor_cores(attended):
-        token = _new_token(rope)
+        new = _new_tokens(rope, 1 if max_tokens(attended.node) == 1 else FEW_TOKENS)
     else:
         rope.out = OperandRef(ctx.scratch, Meta.of(ctx.q.meta.shape, F32), ctx.q.operand)
         attended = attended.with_operand("q", rope.out)
         before = [rope_write(rope)]
     if quantised:
-        return [*before, *quantised_launches(attended, room, token)]
-    return [*before, *float_launches(attended, ctx.out.address, room, token)]
+        return [*before, *quantised_launches(attended, room, new)]
+    return [*before, *float_launches(attended, ctx.out.address, room, new)]
 
 
 _RULES: dict[str, Any] = {
