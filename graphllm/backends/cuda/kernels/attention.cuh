@@ -135,7 +135,7 @@ __device__ __forceinline__ bool find_query(const Attention& a, int tokens, int r
 
 // Groups of query heads of a token.
 __device__ __forceinline__ int head_groups(const Attention& a) {
-    return (int)a.kv_heads * (((int)a.heads / (int)a.kv_heads + GROUP - 1) / GROUP);
+    return (int)a.kv_heads * a.groups;
 }
 
 // Keys of a split of a query that sees keys below `high`: `least`, or more so that there are at most 32.

@@ -18,6 +18,18 @@ struct Count {
     }
 };
 
+// Partial result `slot` of a query and of a group of its heads, of which `partials` are all.
+__device__ __forceinline__ void fill_unit(const Attention& a, const Query& query, const Partials& partials, int slot,
+                                          int group, Unit& unit) {
+    unit.row = query.token, unit.slot = slot, unit.query = query;
+    unit.kv = a.groups == 1 ? group : group / a.groups;
+    unit.head = unit.kv * a.shared + (group - unit.kv * a.groups) * GROUP;
+    unit.heads = min(GROUP, (unit.kv + 1) * a.shared - unit.head);
+    const int tile = partials.first + slot << partials.shift;
+    unit.tile = max(tile, query.keys.low / TILE_KEYS);
+    unit.end = min(tile + partials.each, (query.keys.high - 1) / TILE_KEYS + 1);
+}
+
 // The units of a step of one sequence. Block (x, y, z) has partial results x, x + gridDim.x, ... of group y of the query heads
 // of token z, so that they take few instructions and one load to find: what precedes the first loads of keys is a chain
 // that nothing hides.
@@ -33,15 +45,9 @@ struct SequenceUnits {
 
     // Unit `number` of this block.
     __device__ __forceinline__ void get(const Attention& a, int number, Unit& unit) const {
-        const int slot = blockIdx.x + number * gridDim.x, group = blockIdx.y;
+        const int slot = blockIdx.x + number * gridDim.x;
         unit.there = slot < partials.count;
-        unit.row = query.token, unit.slot = slot, unit.query = query;
-        unit.kv = a.groups == 1 ? group : group / a.groups;
-        unit.head = unit.kv * a.shared + (group - unit.kv * a.groups) * GROUP;
-        unit.heads = min(GROUP, (unit.kv + 1) * a.shared - unit.head);
-        const int tile = partials.first + slot << partials.shift;
-        unit.tile = max(tile, query.keys.low / TILE_KEYS);
-        unit.end = min(tile + partials.each, (query.keys.high - 1) / TILE_KEYS + 1);
+        fill_unit(a, query, partials, slot, blockIdx.y, unit);
     }
 };
 
@@ -62,14 +68,8 @@ struct Units {
 
     __device__ __forceinline__ void fill(const Attention& a, int row, int slot, int group, const Query& query,
                                          Unit& unit) const {
-        const int shared = (int)a.heads / (int)a.kv_heads, each = groups / (int)a.kv_heads;  // groups of a KV head
-        unit.row = row, unit.slot = slot, unit.kv = group / each, unit.query = query;
-        unit.head = unit.kv * shared + group % each * GROUP;
-        unit.heads = min(GROUP, (unit.kv + 1) * shared - unit.head);
-        const Partials partials(a, query.keys, rows * groups);
-        const int tile = (partials.first + slot) * partials.each;
-        unit.tile = max(tile, query.keys.low / TILE_KEYS);
-        unit.end = min(tile + partials.each, (query.keys.high - 1) / TILE_KEYS + 1);
+        fill_unit(a, query, Partials(a, query.keys, rows * groups), slot, group, unit);
+        unit.row = row;
     }
 
     // Unit `number` of this block.
