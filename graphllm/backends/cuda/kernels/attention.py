@@ -101,7 +101,9 @@ def _argument(
     )  # fmt: skip
 
 
-def _decode_module(kind: str, depth: int, biased: bool, one_sequence: bool, rotated: int = 0) -> Module:
+def _decode_module(
+    kind: str, depth: int, biased: bool, one_sequence: bool, rotated: int = 0
+) -> Module:
     return module("attention_decode", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased),
                   ONE_SEQUENCE=int(one_sequence), ROTATED=rotated)  # fmt: skip
 
