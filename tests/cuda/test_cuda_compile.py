@@ -31,23 +31,32 @@ assert find("cuda").kernels  # registers all sources, also where this file is a 
 ARCHS = ("sm_75", "sm_80", "sm_90a")
 # For the last of these only.
 NEWEST = "gemm_bytes.cu", "gemm_halves.cu", "gated_e4m3.cu", "e4m3_copy.cu"
-# Bytes of local memory of a kernel: `finish` with bitmaps of allowed ids lacks two registers, and
-# `gated_e4m3` with two units, which is faster than the same without, in smaller blocks.
-ALLOWED = {("sampling.cu", "sm_75"): 24, ("gated_e4m3.cu", "sm_90a"): 24}
+
+
+def allowed(made: source.Module, arch: str) -> int:
+    """Bytes of local memory that a kernel may have.
+
+    `finish` with bitmaps of allowed ids lacks two registers, `gated_e4m3` with two units is faster
+    than without local memory in smaller blocks, and so are sums of experts in q6_k.
+    """
+    if {("FORMAT", "Q6_K"), ("FLOATS", "1"), ("SUMMED", "1")} <= set(made.defines):
+        return 176
+    return {("sampling.cu", "sm_75"): 24, ("gated_e4m3.cu", "sm_90a"): 24}.get((made.file, arch), 0)
 
 
 def targets(made: source.Module) -> tuple[str, ...]:
     """The generations for which a plan may use the module; see test_cuda_plans.py.
 
     Tensor core kernels need capability 8.0, and small batches of more than 16 tokens 9.0, but for
-    bytes, whose kernels below have fewer stages. The expert GEMV multiplies half activations only
-    below.
+    bytes, whose kernels below have fewer stages. So do heads of 256, see cuda-attention.md. The
+    expert GEMV multiplies half activations only below.
     """
     macros = dict(made.defines)
     if made.file.startswith("small_batch") and int(macros["TOKENS"]) > 16:
         fewer = (macros["TOKENS"], macros["STAGES"]) == ("32", "4") and "EIGHT_BITS" in macros
         return ARCHS[1:2] if fewer else ARCHS[2:]
-    if macros.get("WGMMA") == "1" or made.file in NEWEST:
+    wide = made.file == "attention_decode.cu" and macros["DEPTH"] == "256"
+    if macros.get("WGMMA") == "1" or made.file in NEWEST or wide:
         return ARCHS[2:]
     if needs_tensor_cores(made):
         return ARCHS[1:]
@@ -112,7 +121,7 @@ def logs(request):
 @pytest.mark.parametrize("module, arch", PAIRS, ids=str)
 def test_compiles_without_spills(module, arch, logs):
     used = spills(logs[module, arch])
-    assert max(used.values(), default=0) <= ALLOWED.get((module.file, arch), 0), used
+    assert max(used.values(), default=0) <= allowed(module, arch), used
 
 
 def test_modules_are_dealt_out_to_the_generations():
@@ -141,7 +150,7 @@ def sampled_timed_builds() -> list[source.Module]:
 @pytest.mark.parametrize("made", sampled_timed_builds(), ids=str)
 def test_timed_builds_compile_without_spills(made):
     used = spills(source.compile_module(made, "sm_90a").log)
-    assert max(used.values(), default=0) <= ALLOWED.get((made.file, "sm_90a"), 0), used
+    assert max(used.values(), default=0) <= allowed(made, "sm_90a"), used
 
 
 @pytest.mark.nvrtc
@@ -272,8 +281,9 @@ def main(files: list[str]) -> int:
     failures = 0
     for (made, arch), log in zip(pairs, compiled_logs(pairs)):
         problem = log if isinstance(log, GraphllmError) else spills(log)
-        allowed = ALLOWED.get((made.file, arch), 0)
-        if isinstance(problem, GraphllmError) or max(problem.values(), default=0) > allowed:
+        if isinstance(problem, GraphllmError) or max(problem.values(), default=0) > allowed(
+            made, arch
+        ):
             failures += 1
             print(f"{made} for {arch}: {problem}")
     print(f"{len(pairs) - failures} of {len(pairs)} compile without local memory")

@@ -125,6 +125,41 @@ def test_gemvs_that_quantize_have_the_bits_of_two_launches(kind):
         assert np.array_equal(got["y"], got["z"], equal_nan=True), (rows, depth)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("kind", INTEGER_BLOCKS)
+def test_sums_of_experts_have_the_bits_of_two_launches(kind, quantised, bias):
+    """One token, at every number of its experts; an id out of range gives NaN."""
+    form = dtype(kind)
+    for k, rows, depth in ((1, 33, 256), (2, 130, 768), (5, 7, 1024), (8, 67, 512), (8, 65, 96)):
+        if depth % form.block:
+            continue
+        rng = np.random.default_rng(depth)
+        raw = quantization.quantise(normal(rng, (9 * rows, depth)).astype(np.float32), form)
+        held = {"w": Blocks(raw.reshape(9, rows, -1), form, depth),
+                "b": rng.standard_normal((9, rows)).astype(np.float32)}  # fmt: skip
+        w, b = weight("w", (9, rows, depth), kind), weight("b", (9, rows), "f32")
+        x, ids = feed("x", (1, k, depth), "f32"), feed("ids", (1, k), "i32")
+        weights, r = feed("weights", (1, k), "f32"), feed("r", (1, rows), "f32")
+        act = ops.quantise_act(x, dtype=activation_of(form).name) if quantised else x
+        y = ops.expert_linear(act, w, ids, b if bias else None)
+        outputs = {"y": ops.add(r, ops.combine(y, weights))}
+        feeds = {"x": rng.standard_normal((1, k, depth)), "weights": rng.random((1, k)),
+                 "r": rng.standard_normal((1, rows))}  # fmt: skip
+        feeds = {name: data.astype(np.float32) for name, data in feeds.items()}
+        one = GuardedExecutor(Arrays(held), ("cuda",))
+        many = GuardedExecutor(Arrays(held), ("cuda",), Options(without=("expert_linear_add",)))
+        plans = one.compile(outputs), many.compile(outputs)
+        had = [[step.node.op for step in plan.steps][-1] for plan in plans]
+        summed = not quantised or (act.dtype.block == 32 and act.meta.strides[1] % 16 == 0)
+        assert had == ["expert_linear_add" if summed else "combine_add", "combine_add"]
+        for chosen in (rng.permutation(9)[:k], np.append(rng.permutation(9)[1:k], 9)):
+            feeds["ids"] = chosen.astype(np.int32)[None]
+            got, want = (e.run(plan, feeds)["y"] for e, plan in zip((one, many), plans))
+            assert np.isnan(want).all() == (9 in chosen)
+            assert np.array_equal(got, want, equal_nan=True), (k, rows, depth)
+
+
 @pytest.mark.parametrize("experts, k", [(1, 1), (3, 2), (130, 8), (600, 3)])
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_half_activations_are_exact(kind, experts, k):

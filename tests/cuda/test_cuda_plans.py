@@ -223,6 +223,18 @@ def test_a_mixture_is_few_steps(name, paper):
         assert not {"top_k", "pick", "sum_norm", "softmax"} & set(had)
 
 
+@pytest.mark.parametrize("kind", ["q4_k", "mxfp4", "q8_0"])
+def test_experts_of_one_token_are_summed_by_their_products(kind, paper):
+    """In a plan of one token, and without `deterministic`."""
+    for options, tokens, summed in ((Options(), 1, 2), (Options(), 2, 0),
+                                    (Options(deterministic=True), 1, 0)):  # fmt: skip
+        paper((9, 0), options)
+        made = engine(decoder("mixtral", 0, kind, **WIDE), ("cuda",), options=options)
+        had = Counter(step.node.op for step in made.plan(["logits"], tokens).steps)
+        assert (had["expert_linear_add"], had["combine_add"]) == (summed, 2 - summed)
+        assert had["expert_linear"] == 2 - summed
+
+
 @pytest.mark.parametrize("capability", [MIN_CAPABILITY, (8, 0), (9, 0)])
 @pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 def test_experts_of_every_format_use_known_modules(kind, capability, paper):

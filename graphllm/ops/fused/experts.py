@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...formats import A8_32, A8_256
+from ...graph.dtype import F32, I32, DType
 from ...graph.fused_op import fused_op
-from ...graph.op import Arg, Proposal, Sample, Users, get, grid
+from ...graph.op import Arg, Proposal, Sample, Samples, Users, get, grid
 from ...graph.tensor import Tensor
-from .norm import is_op
+from ..linear import COMMON_32, COMMON_256, RARE_32, RARE_256, TOL, pairs
+from .norm import is_op, unit_rows
 
 _SCORES = ("softmax", "sigmoid")  # over all experts; otherwise softmax over the chosen ones
 
@@ -84,6 +87,55 @@ def route(
     elif eps is not None:
         weights = get("sum_norm")(weights, eps=eps)
     return ids, weights if factor == 1.0 else get("scale")(weights, factor=factor)
+
+
+def _propose_expert_linear_add(node: Tensor, users: Users) -> Proposal | None:
+    r, made = node.src
+    if not is_op(made, "combine") or node.src[0].shape != made.shape:  # type: ignore[union-attr]
+        return None
+    y, weights = made.src  # type: ignore[union-attr]
+    if not is_op(y, "expert_linear"):
+        return None
+    x, w, ids, bias = y.src  # type: ignore[union-attr]
+    return (x, w, ids, weights, r, bias), {}
+
+
+def _expert_sample(
+    shape: tuple[int, int, int], kind: DType, x: DType, k: int, bias: bool
+) -> Sample:
+    experts, width, depth = shape
+    args = (
+        Arg((1, k, depth), x), Arg(shape, kind, leaf="weight", make=unit_rows),
+        Arg((1, k), I32, make=lambda rng, shape: rng.integers(0, experts, shape)),
+        Arg((1, k), make=lambda rng, shape: rng.random(shape) / shape[1]),
+        Arg((1, width)), Arg((experts, width), leaf="weight") if bias else None,
+    )  # fmt: skip
+    return Sample(args, {})
+
+
+@fused_op(
+    "expert_linear_add",
+    anchor="add",
+    propose=_propose_expert_linear_add,
+    tol=TOL,
+    samples=Samples(lambda: [
+        *grid(_expert_sample, shape=((5, 67, 256), (9, 256, 768)), kind=COMMON_32, x=(F32, A8_32),
+              k=(2, 4, 7, 8), bias=(False, True)),
+        *grid(_expert_sample, shape=((5, 67, 256), (9, 256, 768)), kind=COMMON_256,
+              x=(F32, A8_256), k=(2, 8), bias=(False, True)),
+        *(sample for x, kind in pairs(*RARE_32, *RARE_256) for sample in grid(
+            _expert_sample, shape=((6, 33, 768),), kind=(kind,), x=(x,), k=(4,), bias=(True,))),
+    ]),
+)  # fmt: skip
+def expert_linear_add(
+    x: Tensor, w: Tensor, ids: Tensor, weights: Tensor, r: Tensor, bias: Tensor | None = None
+) -> Any:
+    """r + weighted sum of the experts' linears; see `expert_linear` and `combine`.
+
+    x [T, k, K], w [E, N, K], ids [T, k], weights [T, k], r [T, N], bias [E, N] -> [T, N].
+    """
+    y = get("expert_linear")(x, w, ids, bias)
+    return get("add")(r, get("combine")(y, weights))
 
 
 def _propose_combine_add(node: Tensor, users: Users) -> Proposal | None:

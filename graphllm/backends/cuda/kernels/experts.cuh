@@ -19,7 +19,12 @@ struct Experts {
     int act;          // of gated kernels: an Activation, or CLAMPED with these parameters:
     float alpha, limit;
     int ids_ready;  // the ids may be read before the wait
+    // of kernels that add up the results of one token, of at most MOST_SUMMED pairs:
+    const float *weights, *residual;  // [each], [rows]
+    int quantised_nbytes;             // bytes of a quantised row in shared memory
 };
+
+#define MOST_SUMMED 8
 
 // The start of every kernel of products with ids. The next kernel may start only after this one has
 // waited, so everything before this one, such as the router, has completed by then, and the next kernel
@@ -46,31 +51,39 @@ __device__ __forceinline__ int id_of(const u8* ids, i64 stride, int each, int pa
     return ((const int*)(ids + pair / each * stride))[pair % each];
 }
 
-// Store one result with the matrix's bias; NaN if the matrix does not exist.
+// One row of a matrix's bias, 0 if there is none. `biases`: those of all matrices.
+__device__ __forceinline__ float bias_of(const Experts& e, const float* biases, int matrix, int row) {
+    return biases && exists(e, matrix) ? biases[(i64)matrix * e.rows + row] : 0.f;
+}
+
+// Store one result, to which the bias has been added; NaN if the matrix does not exist.
+__device__ __forceinline__ void store(const Experts& e, int pair, int matrix, int row, float value) {
+    ((float*)e.y)[(i64)pair * e.rows + row] = exists(e, matrix) ? value : NOT_A_NUMBER;
+}
+
+// Store one result with the matrix's bias.
 __device__ __forceinline__ void finish(const Experts& e, int pair, int matrix, int row, float value) {
-    const i64 at = (i64)matrix * e.rows + row;
-    if (!exists(e, matrix))
-        value = NOT_A_NUMBER;
-    else if (e.bias)
-        value += e.bias[at];
-    ((float*)e.y)[(i64)pair * e.rows + row] = value;
+    store(e, pair, matrix, row, value + bias_of(e, e.bias, matrix, row));
 }
 
 #define CLAMPED -1
 
-// Store act(gate) * up, with the biases.
-__device__ __forceinline__ void finish_gated(const Experts& e, int pair, int matrix, int row, float gate,
-                                             float up) {
-    const i64 at = (i64)matrix * e.rows + row, to = (i64)pair * e.rows + row;
+// Store act(gate) * up, to which the biases have been added.
+__device__ __forceinline__ void store_gated(const Experts& e, int pair, int matrix, int row, float gate,
+                                            float up) {
+    const i64 to = (i64)pair * e.rows + row;
     float value = NOT_A_NUMBER;
-    if (exists(e, matrix)) {
-        if (e.bias) gate += e.bias[at];
-        if (e.up_bias) up += e.up_bias[at];
-        value = e.act == CLAMPED ? act_clamped(gate, up, e.alpha, e.limit)
-                                 : activate(e.act, gate) * up;
-    }
+    if (exists(e, matrix))
+        value = e.act == CLAMPED ? act_clamped(gate, up, e.alpha, e.limit) : activate(e.act, gate) * up;
     if (e.form)
         ((u16*)e.y)[to] = to_half(e.form, value);
     else
         ((float*)e.y)[to] = value;
+}
+
+// Store act(gate) * up with the biases.
+__device__ __forceinline__ void finish_gated(const Experts& e, int pair, int matrix, int row, float gate,
+                                             float up) {
+    gate += bias_of(e, e.bias, matrix, row), up += bias_of(e, e.up_bias, matrix, row);
+    store_gated(e, pair, matrix, row, gate, up);
 }

@@ -109,24 +109,33 @@ _TILES = {
 }
 # Likewise, for products that quantize their rows: few blocks, of which most run at once.
 _FLOAT_TILES = {"q4_k": (8, 1, 4), "q6_k": (4, 1, 5)}
+# Likewise, for products whose blocks add up the results of all pairs, by format and whether they
+# quantize their rows. Rows of q6_k spill registers, and fewer of them are slower.
+_SUMMED_TILES = {("q4_k", True): (8, 1, 2), ("q6_k", True): (8, 1, 2), ("mxfp4", False): (4, 1, 0)}
+_MOST_SUMMED = 8  # pairs of a token, see experts.cuh
 
 
-def _tile(name: str, integer: bool, gated: bool, floats: bool = False) -> tuple[int, int, int]:
+def _tile(
+    name: str, integer: bool, gated: bool, floats: bool = False, summed: bool = False
+) -> tuple[int, int, int]:
     """(rows of a warp, items of each row in flight, blocks of a multiprocessor)."""
     default = (*default_tile(name, integer, 1, gated), 0)
+    if summed and (name, floats) in _SUMMED_TILES:
+        return _SUMMED_TILES[name, floats]
     if floats and name in _FLOAT_TILES:
         return _FLOAT_TILES[name]
     return _TILES.get((name, gated), default) if integer else default
 
 
 def _gemv_module(
-    name: str, integer: bool, halves: int = 0, gated: bool = False, floats: bool = False
-) -> Module:
-    rows, depth, resident = _tile(name, integer, gated, floats)
+    name: str, integer: bool, halves: int = 0, gated: bool = False, floats: bool = False,
+    summed: bool = False,
+) -> Module:  # fmt: skip
+    rows, depth, resident = _tile(name, integer, gated, floats, summed)
     return module(
         "experts_gemv", FORMAT=name.upper(), INTEGER=int(integer), HALVES=halves, ROWS=rows,
         DEPTH=depth, NEXT=default_next(name), GATED=int(gated), RESIDENT=resident,
-        FLOATS=int(floats),
+        FLOATS=int(floats), SUMMED=int(summed),
     )  # fmt: skip
 
 
@@ -153,8 +162,9 @@ class Gate:
 
 
 def _argument(
-    ctx: KernelContext, ids: OperandRef | None, bias: OperandRef | None, y: int, gate: Gate | None
-) -> bytes:
+    ctx: KernelContext, ids: OperandRef | None, bias: OperandRef | None, y: int,
+    gate: Gate | None = None, weights: int = 0, residual: int = 0, quantised_nbytes: int = 0,
+) -> bytes:  # fmt: skip
     """The argument of every kernel of products; ``y``: address of the result."""
     x, w = ctx.x, ctx.w
     matrices, rows, depth = w.meta.shape
@@ -168,7 +178,8 @@ def _argument(
         kind=HALVES.get(x.dtype.name, 0), form=HALVES.get(gate.form.name, 0) if gate else 0,
         act=gate.act if gate else 0, alpha=gate.alpha if gate else 0.0,
         limit=gate.limit if gate else 0.0,
-        ids_ready=ids is not None and ctx.readable_before_wait("ids"),
+        ids_ready=ids is not None and ctx.readable_before_wait("ids"), weights=weights,
+        residual=residual, quantised_nbytes=quantised_nbytes,
     )  # fmt: skip
 
 
@@ -192,6 +203,38 @@ def _gemv(ctx: KernelContext, arg: bytes, ids: OperandRef | None, gate: Gate | N
         kernel, (pairs, ceil(n, WARPS * rows)), threads, (arg,),
         quantised.row_nbytes(depth) if quantised else 0,
         triggers_after_wait=ids is not None, prefetches=[ctx.w, *([gate.w] if gate else [])],
+    )  # fmt: skip
+
+
+def no_summed_gemv(node: Tensor, options: Options) -> str | None:
+    """Why `summed_gemv` does not support a node; None if it does."""
+    x, w = node.sources[:2]
+    if KernelContext.upper_bound(x.meta.rows) > 1 or options.deterministic:
+        return "several tokens"
+    if pairs_per_token(node) > _MOST_SUMMED:
+        return f"more than {_MOST_SUMMED} experts of a token"
+    if _quantises_itself(x.meta, w.meta, options):
+        return None
+    if not x.dtype.quantised or x.dtype.block != 32 or not floats_aligned(x.meta):
+        return "x is not quantised in blocks of 32, or not aligned to 16 bytes"
+    return dtype_mismatch(node, options)
+
+
+def summed_gemv(ctx: KernelContext) -> Launch:
+    """Products of one token's pairs in one launch, with their weighted sum and the residual."""
+    name, (_, n, depth) = ctx.w.dtype.name, ctx.w.meta.shape
+    pairs = pairs_per_token(ctx.node)
+    floats = not ctx.x.dtype.quantised
+    rows, *_ = _tile(name, True, False, floats, True)
+    form = activation_of(dtype(name)) if floats else None
+    nbytes = aligned(form.row_nbytes(depth)) if form else 0
+    arg = _argument(
+        ctx, ctx.ids, ctx.op("bias"), ctx.out.address, weights=ctx.weights.address,
+        residual=ctx.r.address, quantised_nbytes=nbytes,
+    )  # fmt: skip
+    return Launch(
+        _gemv_module(name, True, floats=floats, summed=True)["aligned"], (1, ceil(n, rows)),
+        (32 * pairs,), (arg,), pairs * nbytes, triggers_after_wait=True, prefetches=[ctx.w],
     )  # fmt: skip
 
 
@@ -320,6 +363,9 @@ def _all_instances() -> None:
             _gemv_module(name, True, 0, gated)
             if not gated:
                 _gemv_module(name, True, floats=True)
+                _gemv_module(name, True, floats=True, summed=True)
+                if dtype(name).block == 32:  # see no_summed_gemv
+                    _gemv_module(name, True, summed=True)
         for name in QUANTISED:
             _gemv_module(name, False, 0, gated)
             _gemv_module(name, False, HALVES["f16"], gated)

@@ -3,13 +3,18 @@
 //
 // FORMAT: a struct of formats.cuh or of dot.cuh. INTEGER: int8 activations, else float32, or
 // HALVES. ROWS, DEPTH, NEXT, RESIDENT: as in gemv.cu. GATED: act(first) * second of two matrices. FLOATS:
-// with INTEGER, the activations are float32, which each block quantizes in shared memory.
+// with INTEGER, the activations are float32, which each block quantizes in shared memory. SUMMED: warp j
+// of a block computes the rows of the block for pair j of one token, and the block adds them up.
 
 #define LONE 1
 #include "dot.cuh"
 #include "experts.cuh"
 
+#if SUMMED
+#define WARPS MOST_SUMMED
+#else
 #define WARPS 4
+#endif
 // Pointers take registers.
 #define POINTERS (RESIDENT == 0)
 #if RESIDENT
@@ -19,11 +24,29 @@
 #endif
 #define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads
 
+#if SUMMED
+// A result of one pair, and the weight of its expert.
+struct Product {
+    float value, weight;
+};
+
+// Store the weighted sum of all pairs' results of row + threadIdx.x, with the residual.
+__device__ __forceinline__ void store_total(const Experts& e, const Product (*products)[ROWS], int row,
+                                            float residual) {
+    const int r = threadIdx.x;
+    if (r >= ROWS || row + r >= e.rows) return;
+    float sum = 0;
+    for (int j = 0; j < e.each; j++) sum = fmaf(products[j][r].value, products[j][r].weight, sum);
+    ((float*)e.y)[row + r] = residual + sum;
+}
+#endif
+
 // ALIGNED: rows of x are aligned to 16 bytes.
 template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& e) {
     if (NEXT == 0 && !e.ids) launch_next();
     const int items = e.depth / FORMAT::ITEM, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int pair = blockIdx.x, row = (int)(blockIdx.y * WARPS + warp) * ROWS;
+    const int pair = SUMMED ? warp : blockIdx.x;
+    const int row = (int)(SUMMED ? blockIdx.y : blockIdx.y * WARPS + warp) * ROWS;
     const i64 tokens = *(volatile const i64*)e.live;
     if (e.ids && !e.ids_ready) wait_and_launch_next(NEXT < 2);  // the ids must be complete first
     int matrix = pair % e.each;
@@ -70,14 +93,26 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
     if (e.ids && e.ids_ready) wait_and_launch_next(NEXT < 2);
 #if FLOATS
     DYNAMIC_SHARED(uint4, staged);
-    const u8* x = (const u8*)staged;
+    u8* own = (u8*)staged + (SUMMED ? warp * e.quantised_nbytes : 0);
+    const u8* x = own;
     if (pair / e.each < tokens)
-        quantise_row<FORMAT::BLOCK>((const float*)row_of(e, pair), (u8*)staged, e.depth);
+        quantise_row<FORMAT::BLOCK, SUMMED ? 1 : WARPS>((const float*)row_of(e, pair), own, e.depth);
     __syncthreads();
 #else
     const u8* x = row_of(e, pair);
 #endif
-    if (!useful) return;
+    if (!SUMMED && !useful) return;
+    // Every lane gets one of the sums, so that a warp's rows are finished together.
+    constexpr int EACH = ROWS == 3 ? 4 : ROWS > 4 ? 8 : ROWS, SUMS = STREAMS * EACH, LANES = WARP / SUMS;
+    const int r = lane / LANES % EACH;
+    // Requested before the products.
+    const float* biases = GATED && lane >= WARP / 2 ? e.up_bias : e.bias;
+    const float bias = bias_of(e, biases, matrix, min(row + r, e.rows - 1));
+#if SUMMED
+    __shared__ Product products[MOST_SUMMED][ROWS];
+    const float weight = exists(e, matrix) ? e.weights[pair] : NOT_A_NUMBER;
+    const float residual = e.residual[min(row + (int)threadIdx.x, e.rows - 1)];
+#endif
     float sums[STREAMS][ROWS] = {};
     typedef Activations<FORMAT> Row;
     RowPlace place_x = Row::place(x, e.depth, lane);
@@ -98,20 +133,23 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
         }
         Row::advance(place_x, WARP * DEPTH);
     }
-    // Every lane gets one of the sums, so that a warp's rows are finished together.
-    constexpr int EACH = ROWS == 3 ? 4 : ROWS, SUMS = STREAMS * EACH, LANES = WARP / SUMS;
     float all[SUMS] = {};
 #pragma unroll
     for (int s = 0; s < STREAMS; s++)
 #pragma unroll
         for (int r = 0; r < ROWS; r++) all[s * EACH + r] = sums[s][r];
-    const int r = lane / LANES % EACH;
-    const float sum = warp_sums<SUMS>(all, lane), up = __shfl_down_sync(FULL, sum, WARP / 2);
+    const float sum = bias + warp_sums<SUMS>(all, lane), up = __shfl_down_sync(FULL, sum, WARP / 2);
+#if SUMMED
+    if (lane % LANES == 0 && r < ROWS) products[pair][r] = {sum, weight};
+    __syncthreads();
+    if (useful) store_total(e, products, row, residual);
+    return;
+#endif
     if (lane % LANES || (GATED && lane >= WARP / 2) || r >= ROWS || row + r >= e.rows) return;
 #if GATED
-    finish_gated(e, pair, matrix, row + r, sum, up);
+    store_gated(e, pair, matrix, row + r, sum, up);
 #else
-    finish(e, pair, matrix, row + r, sum);
+    store(e, pair, matrix, row + r, sum);
 #endif
 }
 

@@ -21,12 +21,14 @@ from .experts import (
     dtype_mismatch,
     expert_products,
     floats_aligned,
+    no_summed_gemv,
+    summed_gemv,
     workspace_nbytes,
 )
 from .fused_norm import two_at_most
 from .gemm import PLAIN
 from .quantize import HALVES, has_row_scales, quantise, targets
-from .weight_packing import PACK, QUANTISED
+from .weight_packing import INTEGERS, PACK, QUANTISED
 
 Build = Callable[[KernelContext], list[Launch]]
 _CLAMPED = -1  # CLAMPED of experts.cuh
@@ -127,6 +129,15 @@ def expert_clamped(ctx: KernelContext) -> list[Launch]:
 )  # fmt: skip
 def combine_add(ctx: KernelContext) -> Launch:
     return combine_launch(ctx, ctx.r)
+
+
+@BACKEND.kernel(
+    "expert_linear_add", layout={"x": ROWS, "ids": ROWS, "weights": ROWS, "r": ROWS},
+    dtypes={"w": INTEGERS, "weights": "f32", "r": "f32", "bias": "f32"}, pack={"w": PACK},
+    when=no_summed_gemv,
+)  # fmt: skip
+def expert_linear_add(ctx: KernelContext) -> Launch:
+    return summed_gemv(ctx)
 
 
 def _few_products(node: Tensor, options: Options) -> str | None:

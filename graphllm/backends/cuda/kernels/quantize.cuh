@@ -227,15 +227,23 @@ __device__ __forceinline__ void emit(const float* v, const Targets& targets, i64
 
 #define MOST_FLOATS 1024  // depth up to which a GEMV quantizes float32 activations itself
 
-// Store a row of at most MOST_FLOATS float32 as int8 in blocks of BLOCK, 32 or 256, by the four warps of a
-// block, of which each has one unit.
-template <int BLOCK> __device__ __forceinline__ void quantise_row(const float* row, u8* to, int width) {
-    const int unit = threadIdx.x / WARP * 256;
-    if (unit >= width) return;
-    float v[8];
-    load_floats(v, row, unit + 8 * (threadIdx.x % WARP), width);
-    if (BLOCK == 32)
-        emit_32(v, to, unit, width);
-    else
-        emit_256(v, to, unit, width);
+// Store a row of at most MOST_FLOATS float32 as int8 in blocks of BLOCK, 32 or 256, by SHARERS warps of a
+// block: each of four has one unit, a single one has all.
+template <int BLOCK, int SHARERS>
+__device__ __forceinline__ void quantise_row(const float* row, u8* to, int width) {
+    constexpr int UNIT = 256, EACH = MOST_FLOATS / UNIT / SHARERS;
+    const int first = threadIdx.x / WARP % SHARERS * UNIT;
+    float v[EACH][8];  // all in flight at once
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        load_floats(v[i], row, first + i * SHARERS * UNIT + 8 * (threadIdx.x % WARP), width);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int unit = first + i * SHARERS * UNIT;
+        if (unit >= width) return;
+        if (BLOCK == 32)
+            emit_32(v[i], to, unit, width);
+        else
+            emit_256(v[i], to, unit, width);
+    }
 }
