@@ -20,8 +20,8 @@ struct Parts {
     Part part[32];
 };
 
-// Write the inputs of a step. The staging buffer is pinned memory of the host, which this kernel reads
-// over the bus, past all caches.
+// Copy parts from the GPU's memory or the host's to the other one. Pinned memory of the host is read and written over
+// the bus, past all caches.
 extern "C" __global__ void scatter(const u8* staged, Parts parts) {
     const Part own = parts.part[blockIdx.y];
     const u8* from = staged + own.at;

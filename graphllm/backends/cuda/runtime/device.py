@@ -181,10 +181,10 @@ class CudaDevice:
 
     def ring(self, operand: Operand) -> Any:
         """See `graphllm.backends.Device`."""
-        from .memory import Ring
+        from .staging import Ring
 
         self.gpu.use()
-        return Ring(operand.buffer.address + operand.meta.offset, operand.meta, self.gpu.stream)
+        return Ring(operand.buffer.address + operand.meta.offset, operand.meta, self.gpu)
 
     def prepare(
         self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta

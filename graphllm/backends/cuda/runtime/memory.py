@@ -1,4 +1,4 @@
-"""Device buffers, and copies of results to the host.
+"""Device buffers.
 
 Imported when a device is opened.
 """
@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from cupy.cuda import Event, Memory, Stream, alloc_pinned_memory, runtime
+from cupy.cuda import Memory, Stream, runtime
 from cupy.cuda.runtime import CUDARuntimeError
 from cupy_backends.cuda.api.driver import CUDADriverError
 
 from ....errors import OutOfMemory
-from ....graph.tensor import Meta
-from ...kernel_context import numpy_layout, span
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
 
@@ -75,41 +73,3 @@ class Buffer:
             )  # fmt: skip
         self._stream.synchronize()
         return data
-
-
-class Ring:
-    """Copies of an operand to the host after each run; see `backends.Ring`.
-
-    There is one pinned slot for each run that may be in progress, with an event for the end of its
-    copy.
-    """
-
-    lookahead = 1
-
-    def __init__(self, address: int, meta: Meta, stream: Stream) -> None:
-        shape, strides, kind = numpy_layout(meta)
-        self._source, self._nbytes, self._stream = address, span(meta), stream
-        self._started = self._taken = 0  # copies
-        memories = [alloc_pinned_memory(max(self._nbytes, 1)) for _ in range(self.lookahead + 1)]
-        self._addresses = [memory.ptr for memory in memories]
-        self._values = [np.ndarray(shape, kind, memory, 0, strides) for memory in memories]
-        self._arrived = [Event(disable_timing=True) for _ in memories]
-
-    def put(self) -> None:
-        slot = self._started % len(self._addresses)
-        runtime.memcpyAsync(
-            self._addresses[slot], self._source, self._nbytes,
-            runtime.memcpyDeviceToHost, self._stream.ptr,
-        )  # fmt: skip
-        self._arrived[slot].record(self._stream)
-        self._started += 1
-
-    def take(self) -> np.ndarray:
-        slot = self._taken % len(self._addresses)
-        self._arrived[slot].synchronize()
-        self._taken += 1
-        return self._values[slot].copy()
-
-    def __del__(self) -> None:
-        for arrived in self.__dict__.get("_arrived", ()):  # copies may be in flight
-            arrived.synchronize()

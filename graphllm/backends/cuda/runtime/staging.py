@@ -1,4 +1,4 @@
-"""Transfers of host bytes to the GPU, in stream order.
+"""Transfers between host and GPU, in stream order.
 
 Imported when a device is opened.
 """
@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from cupy.cuda import Event, alloc_pinned_memory, runtime
 
+from ....graph.tensor import Meta
+from ...kernel_context import numpy_layout, span
 from .launch import Gpu
 from .source import SUPPORT
 from .work import Launch, ceil
@@ -21,7 +23,7 @@ _COPY_THREADS, _MIN_CHUNK = 4, 1 << 20  # threads that copy; bytes that are wort
 # Arguments of the kernel `scatter` of support.cu.
 _PART = np.dtype([("to", np.uint64), ("at", np.uint32), ("nbytes", np.uint32)])
 _MAX_PARTS = 32
-_MAX_PART_BYTES = 64 << 10  # of a part that the kernel reads from the host's memory
+_MAX_PART_BYTES = 64 << 10  # of a part that the kernel reads or writes in the host's memory
 _ALIGN, _THREADS, _BLOCKS = 16, 128, 8
 
 
@@ -139,3 +141,53 @@ class _Scatter:
         """Copy ``parts``: `_PART` [_MAX_PARTS], at offsets from ``source``, pinned host memory."""
         self._source[0], self._parts[:] = source, parts
         self._launch()
+
+
+class Ring:
+    """Copies of an operand to the host after each run; see `backends.Ring`.
+
+    There is one pinned slot for each run that may be in progress, with an event for the end of its
+    copy. A small operand is written to its slot by a kernel: between two steps, a transfer by the
+    copy engine would leave the GPU idle for some microseconds.
+    """
+
+    lookahead = 1
+
+    def __init__(self, address: int, meta: Meta, gpu: Gpu) -> None:
+        shape, strides, kind = numpy_layout(meta)
+        self._stream, nbytes = gpu.stream, span(meta)
+        self._started = self._taken = 0  # copies
+        memories = [alloc_pinned_memory(max(nbytes, 1)) for _ in range(self.lookahead + 1)]
+        self._copies = [_copy_to_host(gpu, address, memory.ptr, nbytes) for memory in memories]
+        self._values = [np.ndarray(shape, kind, memory, 0, strides) for memory in memories]
+        self._arrived = [Event(disable_timing=True) for _ in memories]
+
+    def put(self) -> None:
+        slot = self._started % len(self._copies)
+        self._copies[slot]()
+        self._arrived[slot].record(self._stream)
+        self._started += 1
+
+    def take(self) -> np.ndarray:
+        slot = self._taken % len(self._copies)
+        self._arrived[slot].synchronize()
+        self._taken += 1
+        return self._values[slot].copy()
+
+    def __del__(self) -> None:
+        for arrived in self.__dict__.get("_arrived", ()):  # copies may be in flight
+            arrived.synchronize()
+
+
+def _copy_to_host(gpu: Gpu, source: int, target: int, nbytes: int) -> Callable[[], None]:
+    """The function that copies bytes of the GPU to pinned memory, in stream order."""
+    if nbytes > _MAX_PART_BYTES or source % _ALIGN:
+        return lambda: runtime.memcpyAsync(
+            target, source, nbytes, runtime.memcpyDeviceToHost, gpu.stream.ptr
+        )
+    parts = np.zeros(_MAX_PARTS, _PART)
+    parts[0] = target, 0, nbytes
+    blocks = min(_BLOCKS, max(1, ceil(nbytes, _ALIGN * _THREADS)))
+    args = source, parts.tobytes()
+    launch = Launch(SUPPORT["scatter"], (blocks, 1), (_THREADS,), args, programmatic=False)
+    return gpu.prepare(launch)
