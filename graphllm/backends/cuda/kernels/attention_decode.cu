@@ -103,7 +103,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 
     const bool active = EACH > 1 || PARTS == WARPS || warp < PARTS;  // has dimensions of values
     Loads loads(a, active);
-#if ROTATED
+#if ROTATED == 1
+    loads.slot = rotation.slot;
+#elif ROTATED
     loads.slots = fresh.k_pool.slot;
 #endif
     // Load queries of a unit, and store them in shared memory as f16: eight elements of a chunk.

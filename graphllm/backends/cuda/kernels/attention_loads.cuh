@@ -29,33 +29,41 @@ struct Pages {
     }
 };
 
-// Whether all keys of a tile are visible and in one block of the table, so that they follow each other in the pool.
-__device__ __forceinline__ bool is_whole(const Attention& a, const VisibleKeys& range, int tile) {
-    return tile * TILE_KEYS >= range.low && (tile + 1) * TILE_KEYS <= range.high && a.block >= TILE_KEYS;
-}
+// The keys of a tile, by their number in it. What is loaded in place of one that is not visible is ignored, but must be finite
+// where visible ones are: a visible key, and if there is one not a new key, which would have to be replaced.
+struct TileKeys {
+    int low, high, other;  // visible ones, and the one that is loaded in place of those behind them
 
-// The key to load for one that may be beyond either end of the visible ones: the last or first one, which is ignored.
-__device__ __forceinline__ int within(const VisibleKeys& range, int key) {
-    return min(max(key, range.low), range.high - 1);
-}
+    __device__ __forceinline__ TileKeys(const VisibleKeys& range, int tile) {
+        const int start = tile * TILE_KEYS;
+        low = max(range.low - start, 0), high = range.high - start;
+        other = max(low, (ROTATED ? min(range.high, range.old) : range.high) - 1 - start);
+    }
+    // The key to load for number j.
+    __device__ __forceinline__ int loaded(int j) const {
+        j = max(j, low);
+        return j < high ? j : other;
+    }
+};
 
-// Addresses of the slots of a tile's keys: of a tile for which `is_whole`, and of any tile, for which all threads of a
-// warp ask together.
+// Addresses of the slots of a tile's keys: of one in a single block of the table, where they follow each other, and of any,
+// for which all threads of a warp ask together.
 struct AdjacentSlots {
+    const TileKeys keys;
     const u8* first;
     i64 stride;
-    __device__ __forceinline__ const u8* at(int j) const { return first + j * stride; }
+    __device__ __forceinline__ const u8* at(int j) const { return first + keys.loaded(j) * stride; }
 };
 
 struct TableSlots {
+    const TileKeys keys;
     const Attention& a;
-    const VisibleKeys& range;
     const Pages& pages;
     int tile;
     const u8* pool;
     i64 stride;
     __device__ __forceinline__ const u8* at(int j) const {
-        return pool + pages.slot(a, within(range, tile * TILE_KEYS + j)) * stride;
+        return pool + pages.slot(a, tile * TILE_KEYS + keys.loaded(j)) * stride;
     }
 };
 
@@ -111,43 +119,63 @@ struct Loads {
 #endif
 
 #if ROTATED
+#if ROTATED == 1
+    int slot;  // of the new key
+#else
     const int* slots;  // of new keys, by token
-    u64 new_keys;      // a bit for each key of the tile that is new, or repeats one: those are not loaded with their bits
+#endif
+    u64 new_keys;      // a bit for each number in the tile for which a new key is loaded: not with its bits
 
-    __device__ __forceinline__ u64 find_new_keys(const Attention& a, const VisibleKeys& range, int tile, const Pages& pages) {
-        if (min(range.high, (tile + 1) * TILE_KEYS) <= range.old) return 0;
+    // Finds the new keys of a tile.
+    __device__ __forceinline__ void find_new_keys(const Attention& a, const VisibleKeys& range, const TileKeys& keys,
+                                                  int tile, const Pages& pages) {
+        new_keys = 0;
+        if (min(range.high, (tile + 1) * TILE_KEYS) <= range.old) return;
+#if ROTATED == 1
+        const int n = range.old - tile * TILE_KEYS;
+        if (n < 0 || pages.slot(a, range.old) != slot) return;
+        new_keys = 1ull << n | (keys.other == n && keys.high < TILE_KEYS ? ~0ull << keys.high : 0);
+#else
         u32 found[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int key = within(range, tile * TILE_KEYS + i * WARP + threadIdx.x % WARP);
+            const int key = tile * TILE_KEYS + keys.loaded(i * WARP + threadIdx.x % WARP);
             const i64 slot = pages.slot(a, key);
             found[i] = __ballot_sync(FULL, key >= range.old && slots[max(0, key - range.old)] == slot);
         }
-        return found[0] | (u64)found[1] << 32;
+        new_keys = found[0] | (u64)found[1] << 32;
+#endif
     }
+
+    // Whether one of the 16 keys from number 16 t on is new.
+    __device__ __forceinline__ bool any_new(int t) const { return (u32)(new_keys >> 16 * t) & 0xffff; }
 
     // Replace new keys and their values, which are in shared memory by token.
     __device__ __forceinline__ void replace_new_keys(const VisibleKeys& range, int tile, const u16 (*rows)[ROTATED][DEPTH]) {
-        const int start = tile * TILE_KEYS, first = threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4;
+        const int warp = threadIdx.x / WARP, first = warp * 16 + threadIdx.x % WARP / 4;
+        const TileKeys tile_keys(range, tile);
+        auto row_of = [&](int value, int j) { return rows[value][tile * TILE_KEYS + tile_keys.loaded(j) - range.old]; };
+        if (any_new(warp))
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            if (new_keys >> (first + 8 * i) & 1) {
-                const u16* row = rows[0][within(range, start + first + 8 * i) - range.old];
+            for (int i = 0; i < 2; i++)
+                if (new_keys >> (first + 8 * i) & 1) {
+                    const u16* row = row_of(0, first + 8 * i);
 #pragma unroll
-                for (int n = 0; n < VECTORS; n++)
-                    keys[i].vectors[n] = *(const uint4*)&row[32 * n + 8 * (threadIdx.x % 4)];
-            }
+                    for (int n = 0; n < VECTORS; n++)
+                        keys[i].vectors[n] = *(const uint4*)&row[32 * n + 8 * (threadIdx.x % 4)];
+                }
 #pragma unroll
         for (int t = 0; t < TILE_KEYS / 16; t++)
+            if (active && any_new(t))
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (active && new_keys >> value_key(t, i) & 1) {
-                    const u16* row = rows[1][within(range, start + value_key(t, i)) - range.old];
+                for (int i = 0; i < 4; i++)
+                    if (new_keys >> value_key(t, i) & 1) {
+                        const u16* row = row_of(1, value_key(t, i));
 #pragma unroll
-                    for (int n = 0; n < EACH; n++)
+                        for (int n = 0; n < EACH; n++)
 #pragma unroll
-                        for (int e = 0; e < OWN / 2; e++) values[n][t][i][e] = *(const u32*)&row[dimension(n) + 2 * e];
-                }
+                            for (int e = 0; e < OWN / 2; e++) values[n][t][i][e] = *(const u32*)&row[dimension(n) + 2 * e];
+                    }
     }
 #endif
 
@@ -205,21 +233,24 @@ struct Loads {
     }
     // The same for a tile of a query.
     __device__ __forceinline__ void load_keys(const Attention& a, const Unit& u, int tile, const Pages& pages) {
-        const VisibleKeys& range = u.query.keys;
-#if ROTATED
-        new_keys = find_new_keys(a, range, tile, pages);
+        const TileKeys keys(u.query.keys, tile);
+#if ROTATED > 1
+        find_new_keys(a, u.query.keys, keys, tile, pages);
 #endif
-        if (is_whole(a, range, tile))
-            load_keys(a, u, AdjacentSlots{a.k + pages.slot(a, tile * TILE_KEYS) * a.k_stride, a.k_stride});
+        if (a.block >= TILE_KEYS)
+            load_keys(a, u, AdjacentSlots{keys, a.k + pages.slot(a, tile * TILE_KEYS) * a.k_stride, a.k_stride});
         else
-            load_keys(a, u, TableSlots{a, range, pages, tile, a.k, a.k_stride});
+            load_keys(a, u, TableSlots{keys, a, pages, tile, a.k, a.k_stride});
     }
     __device__ __forceinline__ void load_values(const Attention& a, const Unit& u, int tile, const Pages& pages) {
-        const VisibleKeys& range = u.query.keys;
-        if (is_whole(a, range, tile))
-            load_values(a, u, AdjacentSlots{a.v + pages.slot(a, tile * TILE_KEYS) * a.v_stride, a.v_stride});
+        const TileKeys keys(u.query.keys, tile);
+        if (a.block >= TILE_KEYS)
+            load_values(a, u, AdjacentSlots{keys, a.v + pages.slot(a, tile * TILE_KEYS) * a.v_stride, a.v_stride});
         else
-            load_values(a, u, TableSlots{a, range, pages, tile, a.v, a.v_stride});
+            load_values(a, u, TableSlots{keys, a, pages, tile, a.v, a.v_stride});
+#if ROTATED == 1  // after all loads, for which it would take registers
+        find_new_keys(a, u.query.keys, keys, tile, pages);
+#endif
     }
 
 #if POOL != 1

@@ -102,6 +102,7 @@ template <int N, int RESULTS> __device__ __forceinline__ void merge(const Attent
     __syncthreads();
     for (int head = thread / WARP; head < heads; head += THREADS / WARP) factors_of(s, head, splits);
     __syncthreads();
+    float own = 0;
     if (thread < RESULTS) {
         const int head = min(start + thread, width - 1) / WIDTH - first_head;
         float sum = 0, total = 0;
@@ -112,14 +113,15 @@ template <int N, int RESULTS> __device__ __forceinline__ void merge(const Attent
             add_scaled(total, f.x, s.totals[head][split], f.y);
         }
         const float top = splits ? s.all[head] : -INFINITE;
-        s.results[thread] = __fmul_rn(sum, normalizer(a, first_head + head, top, total));
+        own = __fmul_rn(sum, normalizer(a, first_head + head, top, total));
+        if (N > 1) s.results[thread] = own;
     }
-    __syncthreads();
+    if (N > 1) __syncthreads();
     const int unit = thread / WARP * WARP * N;
     if (unit >= RESULTS || start + unit >= width) return;
     float v[N];
 #pragma unroll
-    for (int i = 0; i < N; i++) v[i] = s.results[unit + thread % WARP * N + i];
+    for (int i = 0; i < N; i++) v[i] = N > 1 ? s.results[unit + thread % WARP * N + i] : own;
     emit_to<N>(v, target, query.token, 0, start + unit, width);
 }
 

@@ -11,6 +11,10 @@
 
 static_assert(POOL == 1, "quantised keys would be read with the bits that are written");
 
+// Whether the angles of one token are computed while its heads are loaded, and not before: faster where the kernel before holds
+// most registers, so that blocks start when it ends and have no time before the wait.
+constexpr bool LATE_ANGLES = ROTATED == 1 && DEPTH == 128;
+
 // Works on heads in the warps of a block: query heads first, then new keys, then their values.
 struct TokenRotation {
     static constexpr int PAIRS = DEPTH / 64;
@@ -18,14 +22,14 @@ struct TokenRotation {
     static constexpr int SHARE = ROTATED == 1 ? (GROUP + 2 + WARPS - 1) / WARPS : DEPTH == 64 ? 5 : 2;
     const NewTokens& tokens;
     const WarpRotation<PAIRS> rotation;
-    const int position;  // of the block's token
+    const int position, slot;  // of the block's token
     float q_norm[2][PAIRS], k_norm[2][PAIRS];
     Turn<PAIRS> turns[ROTATED > 1 ? SHARE : 1];
     int first, count;  // tokens whose keys are computed
 
-    // Loads what the angles of the block's token need.
+    // Loads what the angles of the block's token need, and the slot of its key.
     __device__ __forceinline__ TokenRotation(const NewTokens& t)
-        : tokens(t), rotation(t.rotation), position(t.rotation.pos[blockIdx.z]) {}
+        : tokens(t), rotation(t.rotation), position(t.rotation.pos[blockIdx.z]), slot(t.k_pool.slot[blockIdx.z]) {}
 
     // Whether the block writes the key and the value of its token.
     static __device__ __forceinline__ bool writes(const Attention& a, const Unit& unit) {
@@ -43,8 +47,8 @@ struct TokenRotation {
         return rotation.at(tokens.rotation.pos[token_of(unit, n)]);
     }
 
-    // Finds the new keys of the block's units, of which there are `several` or one, loads weights of norms and computes
-    // angles.
+    // Finds the new keys of the block's units, of which there are `several` or one, loads weights of norms and, but for
+    // LATE_ANGLES, computes angles.
     __device__ __forceinline__ void prepare(const Attention& a, const Unit& unit, bool several) {
         const VisibleKeys& keys = unit.query.keys;
         first = several ? 0 : max(0, unit.tile * TILE_KEYS - keys.old);
@@ -53,8 +57,8 @@ struct TokenRotation {
         count = max(0, end - first);
         if (tokens.q.norm) rotation.load(tokens.q.norm, q_norm[0], q_norm[1]);
         if (tokens.k.norm) rotation.load(tokens.k.norm, k_norm[0], k_norm[1]);
-        if (ROTATED == 1) turns[0] = rotation.at(position);
-        else
+        if (ROTATED == 1 && !LATE_ANGLES) turns[0] = rotation.at(position);
+        if (ROTATED > 1)
 #pragma unroll
             for (int i = 0; i < SHARE; i++) {
                 const int n = threadIdx.x / WARP + i * WARPS;
@@ -77,6 +81,7 @@ struct TokenRotation {
                 const int own = key < 0 ? unit.head + n : unit.kv;
                 if (n < all) rotation.load(head_of(heads, token_of(unit, n), own, DEPTH), y[i], z[i]);
             }
+            if (LATE_ANGLES) turns[0] = rotation.at(position);
 #pragma unroll
             for (int i = 0; i < SHARE; i++) {
                 const int n = from + i * WARPS;
@@ -101,7 +106,7 @@ struct TokenRotation {
 #pragma unroll
         for (int j = 0; j < 2 * PAIRS; j++) to[32 * j] = to_f16(query ? x[j] * a.scale : x[j]);
         if (query || token != unit.row || !writes(a, unit)) return;
-        const int slot = tokens.k_pool.slot[token];
-        if (slot >= 0) store_kv(value ? tokens.v_pool : tokens.k_pool, slot, unit.kv, lane, x, head_scale(0));
+        const int to_slot = ROTATED == 1 ? slot : tokens.k_pool.slot[token];
+        if (to_slot >= 0) store_kv(value ? tokens.v_pool : tokens.k_pool, to_slot, unit.kv, lane, x, head_scale(0));
     }
 };
