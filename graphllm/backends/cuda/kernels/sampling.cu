@@ -297,6 +297,19 @@ __device__ __forceinline__ Request request_of(const Settings& s, i64 n, int widt
     return a;
 }
 
+// Whether several blocks sample from row n.
+__device__ __forceinline__ bool is_wide(const Settings& s, i64 n, int width) {
+    return s.temperature && s.temperature[n] > 0 && !(0 < s.top_k[n] && s.top_k[n] < width);
+}
+
+// `begin` for kernels of several blocks per row; `settled`: settings may be read before the wait. Returns false in blocks that
+// have no work and need not wait, since the first block of the row does.
+__device__ __forceinline__ bool begin_row(const Settings& s, int width, bool settled, const i64* live, i64& rows) {
+    if (settled && blockIdx.y && !is_wide(s, blockIdx.x, width)) return false;
+    rows = begin(live);
+    return true;
+}
+
 // Whether no id can be sampled from a row with largest key `most`: it contains NaN or +infinity, or only
 // -infinity.
 __device__ __forceinline__ bool no_valid_logit(const Settings& s, u32 most) {
@@ -305,14 +318,14 @@ __device__ __forceinline__ bool no_valid_logit(const Settings& s, u32 most) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     pick(const u8* x, i64 stride, int width, Settings s, const i64* live, const u32* maxima,
-         Wide* wide, int* out TIMESTAMPS) {
+         Wide* wide, int settled, int* out TIMESTAMPS) {
     RECORD_TIMESTAMPS
     __shared__ u64 room[BINS];  // for candidates or bins
-    const i64 rows = begin(live);
-    i64 n = blockIdx.x;
-    if (n >= rows) return;
+    i64 rows, n = blockIdx.x;
+    if (!begin_row(s, width, settled, live, rows) || n >= rows) return;
     Row row(x, stride, n, width, s);
-    const u32 maximum = own_maximum(maxima, width);  // in flight with the settings
+    // In flight with the settings.
+    const u32 maximum = own_maximum(maxima, width), own_index = maxima[(2 * n + 1) * THREADS + threadIdx.x];
     Request a = request_of(s, n, width);
     if (a.wide ? !a.params.some : blockIdx.y) return;
     const u32 most = block_most(maximum);
@@ -324,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         bin_weights(row, most, a.params, (u32*)room, wide + n);
         return;
     } else if (a.greedy) {
-        const u32 index = maximum == most ? maxima[(2 * n + 1) * THREADS + threadIdx.x] : ~0u;
+        const u32 index = maximum == most ? own_index : ~0u;
         id = (int)~block_most(~index);  // the first of equal keys
     } else {
         bool few = a.top_k <= KEPT;
@@ -339,12 +352,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     finish(const u8* x, i64 stride, int width, Settings s, const i64* live, const u32* maxima,
-           Wide* wide, int* out TIMESTAMPS) {
+           Wide* wide, int settled, int* out TIMESTAMPS) {
     RECORD_TIMESTAMPS
     __shared__ u64 room[BINS];
-    const i64 rows = begin(live);
-    i64 n = blockIdx.x;
-    if (n >= rows) return;
+    i64 rows, n = blockIdx.x;
+    if (!begin_row(s, width, settled, live, rows) || n >= rows) return;
     Row row(x, stride, n, width, s);
     Request a = request_of(s, n, width);
     if (!a.wide) return;

@@ -31,7 +31,9 @@ def _wide_nbytes(node: Tensor) -> int:
     return _WIDE * KernelContext.upper_bound(node.meta.rows)
 
 
-def _choose(ctx: KernelContext, x: OperandRef, settings: bytes, sharers: int = 0) -> list[Launch]:
+def _choose(
+    ctx: KernelContext, x: OperandRef, settings: bytes, sharers: int = 0, settled: bool = True
+) -> list[Launch]:
     """The kernels that choose an id for each row.
 
     Args:
@@ -39,6 +41,7 @@ def _choose(ctx: KernelContext, x: OperandRef, settings: bytes, sharers: int = 0
         x: logits.
         settings: the packed settings, null pointers for argmax.
         sharers: blocks that share a wide row; 0 if there are no wide rows.
+        settled: whether settings may be read before a kernel waits for its predecessor.
     """
     rows, slice_ = ctx.upper_bound(x.meta.rows), 32 * ceil(x.width, 32 * _THREADS)
     slices = ceil(x.width, slice_)
@@ -54,7 +57,7 @@ def _choose(ctx: KernelContext, x: OperandRef, settings: bytes, sharers: int = 0
         ctx.scratch,
         wide,
     )
-    sample_grid, out = (rows, max(1, sharers)), (*row, ctx.out.address)
+    sample_grid, out = (rows, max(1, sharers)), (*row, int(settled), ctx.out.address)
     made = [
         Launch(_MODULE["slice_maxima"], (rows, blocks), (32 * _WARPS,), (*row, each)),
         Launch(_MODULE["pick"], sample_grid, (_THREADS,), out),
@@ -76,4 +79,5 @@ def sample(ctx: KernelContext) -> list[Launch]:
     settings = _SETTINGS.pack(**{name: ctx.address(name) for name in _SETTINGS.fields})
     most = _PICKERS * ctx.device.gpu.processors // max(1, ctx.upper_bound(ctx.logits.meta.rows))
     sharers = max(1, min(most, ceil(ctx.logits.width, _CHUNK), _THREADS))
-    return _choose(ctx, ctx.logits, settings, sharers)
+    settled = ctx.readable_before_wait("temperature", "top_k")
+    return _choose(ctx, ctx.logits, settings, sharers, settled)
