@@ -33,8 +33,8 @@ constexpr int CHUNKS = (DEPTH + THREADS - 1) / THREADS;  // of eight elements of
 constexpr u32 ONES = 0x3c003c00u;
 #if ROTATED
 #include "attention_rotation.cuh"
-#define NEW_TOKENS , NewTokens fresh
-#define FEW_HEADS fresh.few_heads
+#define NEW_TOKENS , NewTokens new_tokens
+#define FEW_HEADS new_tokens.few_heads
 #else
 #define NEW_TOKENS
 #define FEW_HEADS false
@@ -75,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     pages.load_ahead(a, blockIdx.x);
     const int length = a.kv_len[0];
 #if ROTATED
-    if (!fresh.position_ready) wait_for_previous();
-    TokenRotation rotation(fresh);
+    if (!new_tokens.position_ready) wait_for_previous();
+    TokenRotation rotation(new_tokens);
 #endif
     const SequenceUnits units(a, length, tokens);
     const int count = units.partials.count;
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 #if ROTATED == 1
     loads.slot = rotation.slot;
 #elif ROTATED
-    loads.slots = fresh.k_pool.slot;
+    loads.slots = new_tokens.k_pool.slot;
 #endif
     // Load queries of a unit, and store them in shared memory as f16: eight elements of a chunk.
     auto load_queries = [&](const Unit& u, float4 (&x)[CHUNKS][2]) {

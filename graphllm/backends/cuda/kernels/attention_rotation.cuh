@@ -24,7 +24,7 @@ struct TokenRotation {
     const WarpRotation<PAIRS> rotation;
     const int position, slot;  // of the block's token
     float q_norm[2][PAIRS], k_norm[2][PAIRS];
-    Turn<PAIRS> turns[ROTATED > 1 ? SHARE : 1];
+    SinCos<PAIRS> sin_cos[ROTATED > 1 ? SHARE : 1];
     int first, count;  // tokens whose keys are computed
 
     // Loads what the angles of the block's token need, and the slot of its key.
@@ -42,7 +42,7 @@ struct TokenRotation {
         const int key = n - unit.heads;
         return key < 0 ? unit.row : first + (key < count ? key : key - count);
     }
-    __device__ __forceinline__ Turn<PAIRS> turn_of(const Unit& unit, int n) const {
+    __device__ __forceinline__ SinCos<PAIRS> sin_cos_of(const Unit& unit, int n) const {
         if (n < unit.heads) return rotation.at(position);
         return rotation.at(tokens.rotation.pos[token_of(unit, n)]);
     }
@@ -57,12 +57,12 @@ struct TokenRotation {
         count = max(0, end - first);
         if (tokens.q.norm) rotation.load(tokens.q.norm, q_norm[0], q_norm[1]);
         if (tokens.k.norm) rotation.load(tokens.k.norm, k_norm[0], k_norm[1]);
-        if (ROTATED == 1 && !LATE_ANGLES) turns[0] = rotation.at(position);
+        if (ROTATED == 1 && !LATE_ANGLES) sin_cos[0] = rotation.at(position);
         if (ROTATED > 1)
 #pragma unroll
             for (int i = 0; i < SHARE; i++) {
                 const int n = threadIdx.x / WARP + i * WARPS;
-                if (n < unit.heads + count) turns[i] = turn_of(unit, n);
+                if (n < unit.heads + count) sin_cos[i] = sin_cos_of(unit, n);
             }
     }
 
@@ -81,25 +81,25 @@ struct TokenRotation {
                 const int own = key < 0 ? unit.head + n : unit.kv;
                 if (n < all) rotation.load(head_of(heads, token_of(unit, n), own, DEPTH), y[i], z[i]);
             }
-            if (LATE_ANGLES) turns[0] = rotation.at(position);
+            if (LATE_ANGLES) sin_cos[0] = rotation.at(position);
 #pragma unroll
             for (int i = 0; i < SHARE; i++) {
                 const int n = from + i * WARPS;
-                if (ROTATED > 1 && from != warp && n < unit.heads + count) turns[i] = turn_of(unit, n);
-                if (n < all) store(a, unit, n, turns[ROTATED > 1 ? i : 0], y[i], z[i], queries, new_rows);
+                if (ROTATED > 1 && from != warp && n < unit.heads + count) sin_cos[i] = sin_cos_of(unit, n);
+                if (n < all) store(a, unit, n, sin_cos[ROTATED > 1 ? i : 0], y[i], z[i], queries, new_rows);
             }
             if (ROTATED == 1 || from + WARPS * SHARE >= all) break;
         }
     }
 
-    __device__ __forceinline__ void store(const Attention& a, const Unit& unit, int n, const Turn<PAIRS>& turn,
+    __device__ __forceinline__ void store(const Attention& a, const Unit& unit, int n, const SinCos<PAIRS>& sin_cos,
                                           float (&y)[PAIRS], float (&z)[PAIRS], u16 (*queries)[QUERY],
                                           u16 (*new_rows)[ROTATED][DEPTH]) const {
         const int lane = threadIdx.x % WARP, key = n - unit.heads, token = token_of(unit, n);
         const bool query = key < 0, value = key >= count;
         if (query && tokens.q.norm) rotation.norm(y, z, q_norm[0], q_norm[1], tokens.eps);
         if (!query && !value && tokens.k.norm) rotation.norm(y, z, k_norm[0], k_norm[1], tokens.eps);
-        if (!value) rotation.rotate(turn, y, z);
+        if (!value) rotation.rotate(sin_cos, y, z);
         float x[2 * PAIRS];
         rotation.elements(y, z, x);
         u16* const to = (query ? queries[n] : new_rows[value][token]) + lane;

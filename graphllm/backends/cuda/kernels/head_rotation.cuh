@@ -17,7 +17,7 @@ __device__ __forceinline__ const float* head_of(const Heads& all, i64 token, int
 }
 
 // Sines and cosines of a position.
-template <int P> struct Turn {
+template <int P> struct SinCos {
     float s[P], c[P];
 };
 
@@ -38,15 +38,15 @@ template <int P> struct WarpRotation {
     }
 
     // Those of a position, which waits for what the constructor loads.
-    __device__ __forceinline__ Turn<P> at(int pos) const {
-        Turn<P> turn;
+    __device__ __forceinline__ SinCos<P> at(int pos) const {
+        SinCos<P> sin_cos;
 #pragma unroll
         for (int j = 0; j < P; j++) {
             const float each = divisor[j] == 1 ? inverse[j] : __fdiv_rn(inverse[j], divisor[j]);
-            angle_of(pos, each, turn.s[j], turn.c[j]);
-            turn.s[j] *= attention_factor, turn.c[j] *= attention_factor;
+            angle_of(pos, each, sin_cos.s[j], sin_cos.c[j]);
+            sin_cos.s[j] *= attention_factor, sin_cos.c[j] *= attention_factor;
         }
-        return turn;
+        return sin_cos;
     }
 
     // Load the pairs of a row of floats.
@@ -70,7 +70,7 @@ template <int P> struct WarpRotation {
         for (int j = 0; j < P; j++) a[j] = a[j] * factor * u[j], b[j] = b[j] * factor * v[j];
     }
 
-    static __device__ __forceinline__ void rotate(const Turn<P>& t, float (&a)[P], float (&b)[P]) {
+    static __device__ __forceinline__ void rotate(const SinCos<P>& t, float (&a)[P], float (&b)[P]) {
 #pragma unroll
         for (int j = 0; j < P; j++) {
             const float y = a[j], z = b[j];

@@ -112,7 +112,7 @@ template <int P> struct HeadWriter : WarpRotation<P> {
     __device__ __forceinline__ void heads(const Heads& q, const Heads& k, const Heads& v, float* out,
                                           const Pool& k_pool, const Pool& v_pool, int k_slot,
                                           int v_slot, i64 token, float eps, int first, int by,
-                                          const Turn<P>& turn, float (&u)[P], float (&w)[P]) const {
+                                          const SinCos<P>& sin_cos, float (&u)[P], float (&w)[P]) const {
         const int lane = threadIdx.x % WARP, all = q.count + k.count + v.count;
         for (int h = first; h < all; h += by) {
             bool query = h < q.count, key = !query && h < q.count + k.count;
@@ -124,7 +124,7 @@ template <int P> struct HeadWriter : WarpRotation<P> {
             this->load(head_of(query ? q : key ? k : v, token, own, WIDE), a, b);
             if (weight && h != first) this->load(weight, u, w);
             if (weight) this->norm(a, b, u, w, eps);
-            if (query || key) this->rotate(turn, a, b);
+            if (query || key) this->rotate(sin_cos, a, b);
             this->elements(a, b, x);
             if (query) {
                 float* to = out + (token * q.count + own) * WIDE;
@@ -154,11 +154,11 @@ __device__ __forceinline__ void rotate_heads(const Heads& q, const Heads& k, con
     if (const float* weight = angles.weight_of(q, k, v, first)) angles.load(weight, u, w);
     const i64 rows = begin(live, positions_ready), token = blockIdx.x;
     const int k_slot = k_pool.slot[token], v_slot = v_pool.slot[token];
-    const Turn<P> turn = angles.at(rotation.pos[token]);
+    const SinCos<P> sin_cos = angles.at(rotation.pos[token]);
     wait_for_previous();
     if (token >= rows) return;
     angles.heads(q, k, v, out, k_pool, v_pool, k_slot, v_slot, token, eps, first,
-                 gridDim.y * warps, turn, u, w);
+                 gridDim.y * warps, sin_cos, u, w);
 }
 
 #define ROPE_WRITE(P)                                                                           \
