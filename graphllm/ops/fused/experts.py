@@ -89,11 +89,18 @@ def route(
     return ids, weights if factor == 1.0 else get("scale")(weights, factor=factor)
 
 
-def _propose_expert_linear_add(node: Tensor, users: Users) -> Proposal | None:
+def _propose_combine_add(node: Tensor, users: Users) -> Proposal | None:
     r, made = node.src
     if not is_op(made, "combine") or node.src[0].shape != made.shape:  # type: ignore[union-attr]
         return None
-    y, weights = made.src  # type: ignore[union-attr]
+    return (*made.src, r), {}  # type: ignore[union-attr]
+
+
+def _propose_expert_linear_add(node: Tensor, users: Users) -> Proposal | None:
+    found = _propose_combine_add(node, users)
+    if found is None:
+        return None
+    (y, weights, r), _ = found
     if not is_op(y, "expert_linear"):
         return None
     x, w, ids, bias = y.src  # type: ignore[union-attr]
@@ -136,13 +143,6 @@ def expert_linear_add(
     """
     y = get("expert_linear")(x, w, ids, bias)
     return get("add")(r, get("combine")(y, weights))
-
-
-def _propose_combine_add(node: Tensor, users: Users) -> Proposal | None:
-    r, made = node.src
-    if not is_op(made, "combine") or node.src[0].shape != made.shape:  # type: ignore[union-attr]
-        return None
-    return (*made.src, r), {}  # type: ignore[union-attr]
 
 
 @fused_op(

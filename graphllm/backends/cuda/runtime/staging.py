@@ -13,7 +13,7 @@ from cupy.cuda import Event, alloc_pinned_memory, runtime
 
 from ....graph.tensor import Meta
 from ...kernel_context import numpy_layout, span
-from .launch import Gpu
+from .launch import Gpu, PreparedLaunch
 from .source import SUPPORT
 from .work import Launch, ceil
 
@@ -129,11 +129,7 @@ class _Scatter:
     """The launch of `scatter`, whose arguments are changed in place."""
 
     def __init__(self, gpu: Gpu) -> None:
-        args = 0, bytes(_PART.itemsize * _MAX_PARTS)
-        launch = Launch(
-            SUPPORT["scatter"], (_BLOCKS, _MAX_PARTS), (_THREADS,), args, programmatic=False
-        )
-        self._launch = gpu.prepare(launch)
+        self._launch = _prepare_scatter(gpu, (_BLOCKS, _MAX_PARTS), 0, np.zeros(_MAX_PARTS, _PART))
         self._source = np.frombuffer(self._launch.argument(0), np.uint64)
         self._parts = np.frombuffer(self._launch.argument(1), _PART)
 
@@ -188,6 +184,19 @@ def _copy_to_host(gpu: Gpu, source: int, target: int, nbytes: int) -> Callable[[
     parts = np.zeros(_MAX_PARTS, _PART)
     parts[0] = target, 0, nbytes
     blocks = min(_BLOCKS, max(1, ceil(nbytes, _ALIGN * _THREADS)))
+    return _prepare_scatter(gpu, (blocks, 1), source, parts)
+
+
+def _prepare_scatter(
+    gpu: Gpu, grid: tuple[int, int], source: int, parts: np.ndarray
+) -> PreparedLaunch:
+    """The launch of `scatter`.
+
+    Args:
+        gpu: the GPU.
+        grid: blocks of each part, and number of parts.
+        source: address that the parts are relative to.
+        parts: what to copy, `_PART` [_MAX_PARTS].
+    """
     args = source, parts.tobytes()
-    launch = Launch(SUPPORT["scatter"], (blocks, 1), (_THREADS,), args, programmatic=False)
-    return gpu.prepare(launch)
+    return gpu.prepare(Launch(SUPPORT["scatter"], grid, (_THREADS,), args, programmatic=False))
