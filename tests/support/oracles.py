@@ -667,6 +667,39 @@ def advance(sampled, ids, pos, kv_len, count, history, *groups, block):
     return ids
 
 
+def accept_drafts(sampled, drafts, tokens, progress):
+    """Token by token, and the prediction from all suffixes, the longest first."""
+    known = tokens[: progress[0]].tolist()
+    for r, token in enumerate(sampled[: len(drafts) + 1].tolist()):
+        if len(known) < len(tokens):
+            known.append(token)
+        if r < len(drafts) and (drafts[r] < 0 or drafts[r] != token):
+            break
+    tokens[: len(known)], progress[0] = known, len(known)
+    drafts[:] = -1
+    for length in range(32, 1, -1):
+        own = known[-length:]
+        places = [at for at in range(length, len(known)) if known[at - length : at] == own]
+        if places:
+            for i in range(len(drafts)):
+                drafts[i] = known[places[-1] + i] if places[-1] + i < len(known) else drafts[
+                    i - (len(known) - places[-1])]  # fmt: skip
+            break
+    return drafts
+
+
+def place_drafts(progress, drafts, tokens, ids, pos, kv_len, count, *groups, block):
+    for r in range(len(kv_len)):
+        p = int(progress[0]) - 1 + r
+        drafted = 0 < r <= len(drafts) and drafts[r - 1] >= 0
+        ids[r] = drafts[r - 1] if drafted else tokens[progress[0] - 1]
+        pos[r], kv_len[r], count[r] = p, p + 1, p + 1 - progress[1]
+        for slot, table in zip(groups[::2], groups[1::2]):
+            inside = p // block < table.shape[1] and table[r, p // block] >= 0
+            slot[r] = table[r, p // block] * block + p % block if inside else -1
+    return ids
+
+
 def hadamard(x):
     """Sylvester's recursion for blocks of 16, in float32."""
 
@@ -732,4 +765,6 @@ ORACLES = {
     "top_ids": top_ids,
     "logprobs": logprobs,
     "advance": advance,
+    "accept_drafts": accept_drafts,
+    "place_drafts": place_drafts,
 }

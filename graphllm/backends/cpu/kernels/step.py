@@ -7,7 +7,7 @@ from typing import NamedTuple
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader, argument_words
 from ..runtime.device import KernelContext, Launch
-from ..runtime.jit import i32s, kernel, load_i64
+from ..runtime.jit import exact_helper, i32s, kernel, load_i64
 
 
 class AdvanceArgs(NamedTuple):
@@ -34,7 +34,16 @@ class GroupArgs(NamedTuple):
 
 
 _read_advance, _read_group = argument_reader(AdvanceArgs), argument_reader(GroupArgs)
-_ADVANCE_BYTES, _GROUP_BYTES = 8 * len(AdvanceArgs._fields), 8 * len(GroupArgs._fields)
+_ADVANCE_BYTES, GROUP_BYTES = 8 * len(AdvanceArgs._fields), 8 * len(GroupArgs._fields)
+
+
+@exact_helper
+def store_slot(p, s, at, block):
+    """Store the slot of position ``at`` of sequence ``s``; ``p``: address of `GroupArgs`."""
+    group = _read_group(p)
+    column, width = at // block, group.table_width
+    first = i32s(group.table)[s * width + column] if column < width else -1
+    i32s(group.slot)[s] = first * block + at % block if first >= 0 else -1
 
 
 @kernel
@@ -47,12 +56,8 @@ def _advance(p, thread, threads):
         token, at = sampled[s], i32s(a.kv_len)[s]
         i32s(a.ids)[s], i32s(a.pos)[s] = token, at
         i32s(a.history)[s * a.history_length + at % a.history_length] = token
-        column = at // a.block
         for i in range(a.groups):
-            group = _read_group(p + _ADVANCE_BYTES + _GROUP_BYTES * i)
-            width = group.table_width
-            first = i32s(group.table)[s * width + column] if column < width else -1
-            i32s(group.slot)[s] = first * a.block + at % a.block if first >= 0 else -1
+            store_slot(p + _ADVANCE_BYTES + GROUP_BYTES * i, s, at, a.block)
         i32s(a.kv_len)[s] = at + 1
         i32s(a.count)[s] += 1
 
@@ -67,7 +72,12 @@ def advance(ctx: KernelContext) -> Launch:
         block=ctx.attrs["block"],
         groups=len(ctx.rest) // 2,
     )
-    words = argument_words(block)
+    return Launch(_advance, argument_words(block) + group_words(ctx))
+
+
+def group_words(ctx: KernelContext) -> list[int]:
+    """Return the words of the `GroupArgs` of the variadic operands."""
+    words = list[int]()
     for slot, table in zip(ctx.rest[::2], ctx.rest[1::2]):
         words += GroupArgs(slot.address, table.address, table.meta.inner[0])
-    return Launch(_advance, words)
+    return words

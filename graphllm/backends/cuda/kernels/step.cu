@@ -1,9 +1,6 @@
 // advance: the end of a step. A thread updates one sequence.
 
-struct TableGroup {
-    int *slot, *table;
-    i64 width;
-};
+#include "block_tables.cuh"
 
 struct State {
     const int* sampled;
@@ -20,12 +17,7 @@ extern "C" __global__ void advance(State state, const TableGroup* groups, const 
     state.ids[s] = token;
     state.pos[s] = at;
     state.history[s * state.ring + at % state.ring] = token;
-    for (int g = 0; g < state.groups; g++) {
-        TableGroup own = groups[g];
-        int column = at / state.block;
-        int first = column < own.width ? own.table[s * own.width + column] : -1;
-        own.slot[s] = first >= 0 ? first * state.block + at % state.block : -1;
-    }
+    for (int g = 0; g < state.groups; g++) groups[g].slot[s] = slot_at(groups[g], s, at, state.block);
     state.kv_len[s] = at + 1;
     state.count[s] += 1;
 }
