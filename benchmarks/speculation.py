@@ -12,7 +12,8 @@ story    The beginning of a story, at temperature 1: little is repeated.
 
 The answer of a model with random weights repeats nothing. So with --random, a step predicts the
 answer without drafts, and each prediction is right with a given probability (``right 0.9``): this
-measures the steps, not the predictions. Since the answers must be the same, CUDA is deterministic.
+measures the steps that the host feeds, not the predictions. Since the answers must be the same,
+CUDA is deterministic.
 ``look-up`` are the real predictions for such an answer, of which hardly any come true.
 
 Answers with and without drafts are timed one after the other, in rounds; ``gain`` is the median of
@@ -111,10 +112,12 @@ def random_cases(llm: LLM, tokens: int, depth: int) -> list[Case]:
 def runner(llm: LLM, case: Case, tokens: int) -> Run:
     """Return a function that answers a case."""
     batcher = llm.engine.batcher
-    chooses = batcher.speculation
+    chooses, device = batcher.speculation, batcher.device_drafts
 
     def run(speculate: bool) -> Completion:
         batcher.speculation = chooses if speculate else None
+        if case.predictions is not PromptLookup:  # the device predicts by itself
+            batcher.device_drafts = None
         speculation.PromptLookup = case.predictions  # type: ignore[misc]
         try:
             return llm.generate(
@@ -122,7 +125,7 @@ def runner(llm: LLM, case: Case, tokens: int) -> Run:
                 ignore_eos=True,
             )  # fmt: skip
         finally:
-            batcher.speculation = chooses
+            batcher.speculation, batcher.device_drafts = chooses, device
             speculation.PromptLookup = PromptLookup  # type: ignore[misc]
 
     return run

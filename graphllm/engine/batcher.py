@@ -12,10 +12,11 @@ from .generation import Generation
 from .runner import Runner
 from .sampling_feeds import Row
 from .scheduler import Scheduler
-from .sequence import ActiveSequence, Chunk, StepRecorder, is_decode_step
+from .sequence import ActiveSequence, Chunk, StepRecorder, has_drafts, is_decode_step
 from .step_result import StepResult
 
 if TYPE_CHECKING:
+    from .device_drafts import DeviceDrafts
     from .speculation import Speculation
 
 Recorders = tuple[StepRecorder, StepRecorder]  # of steps with prefill, and of decode steps
@@ -39,6 +40,7 @@ class Batcher:
         prefill_tokens: tokens of the prompt begun last that were computed, not found in the cache.
         steps: number of steps that were taken so far.
         speculation: chooses draft tokens; None computes none.
+        device_drafts: computes the draft tokens of a single request; None: the host feeds them all.
         meter: records the steps that have no other recorder; None records none.
     """
 
@@ -55,6 +57,8 @@ class Batcher:
         self._began = 0.0  # start of the step that is taken next, without pauses between calls
         self._paused = 0.0  # end of the last call of `step`
         self.speculation: Speculation | None = None
+        self.device_drafts: DeviceDrafts | None = None
+        self._device: DeviceDrafts | None = None  # the same, if it computes the present drafts
         self.meter: StepRecorder | None = None
 
     @property
@@ -120,16 +124,35 @@ class Batcher:
                 self.scheduler.complete(chunks)
                 self._finish(chunks, result)
                 return True
-            if self.speculation is not None:
-                chunks = self.speculation.extend(chunks, rows)
-            self.runner.decode(chunks, rows, decode)
-            self._launched.append(chunks)
-        elif _has_drafts(self._launched[0]):
+            self._launched.append(self._begin_decode(chunks, rows, decode))
+        elif self._runs_on_device or has_drafts(self._launched[0]):
             self._began += time.perf_counter() - self._paused
         else:
             self._began = time.perf_counter()
         self._finish_decode(decode)
         return True
+
+    def _begin_decode(
+        self, chunks: list[Chunk], rows: list[Row], recorder: StepRecorder | None
+    ) -> list[Chunk]:
+        """Launch a decode step, and return its chunks, with draft tokens that the host feeds."""
+        own = self.speculation
+        self._device = self._device_for(rows) if own is not None and recorder is None else None
+        if self._device is None and own is not None:
+            chunks = own.extend(chunks, rows)
+        if self._device is None or not self._device.begin(chunks[0], rows[0]):
+            self.runner.decode(chunks, rows, recorder)
+        return chunks
+
+    def _device_for(self, rows: Sequence[Row]) -> DeviceDrafts | None:
+        """Return ``device_drafts`` if it computes the draft tokens of these requests."""
+        device = self.device_drafts
+        return device if device is not None and device.serves(rows) else None
+
+    @property
+    def _runs_on_device(self) -> bool:
+        """Whether the launched steps are those of `DeviceDrafts`."""
+        return self._device is not None and self._device.waiting > 0
 
     def _start(self, chunks: Sequence[Chunk]) -> list[Row]:
         """Return the rows of ``chunks``, and note when the first step of each request begins."""
@@ -144,6 +167,8 @@ class Batcher:
     def reset(self) -> None:
         """Forget launched steps: the next step is fed by the host."""
         self.runner.reset()
+        if self.device_drafts is not None:
+            self.device_drafts.reset()
         self._launched.clear()
 
     def _recover(self) -> None:
@@ -215,7 +240,10 @@ class Batcher:
             recorder: recorder of a step with draft tokens that is launched before the delivery.
             ahead: whether further steps may be launched.
         """
-        drafts = _has_drafts(self._launched[0])
+        if self._runs_on_device:
+            self._finish_on_device(ahead and recorder is None)
+            return
+        drafts = has_drafts(self._launched[0])
         while ahead and not drafts and self.runner.can_run_ahead:
             following = self._following(self._launched[-1])
             if following is None:
@@ -234,7 +262,20 @@ class Batcher:
         self.scheduler.complete(chunks)
         self._finish(chunks, result)
         if self.speculation is not None and not drafts:
-            self.speculation.note_step(chunks, time.perf_counter() - self._began)
+            own = self._device or self.speculation
+            own.note_step(chunks, time.perf_counter() - self._began)
+
+    def _finish_on_device(self, ahead: bool) -> None:
+        """Take the oldest step of `DeviceDrafts`; ``ahead``: launch another one first."""
+        device = self._device
+        assert device is not None
+        chunks, result = device.step(ahead and not (self._submitted or self._cancelled))
+        if not device.waiting:
+            self._launched.clear()
+        began, self._began = self._began, time.perf_counter()
+        device.note_drafts(self._began - began)
+        self.scheduler.complete(chunks)
+        self._finish(chunks, result)
 
     def _draft_ahead(
         self, chunks: Sequence[Chunk], sampled: list[int], recorder: StepRecorder | None
@@ -250,7 +291,8 @@ class Batcher:
             if not isinstance(row, Generation) or row.may_end(ids):
                 return
             rows[row] = ids
-        if self._submitted or self._cancelled:
+        own, device = self.speculation, self._device_for([*rows]) if recorder is None else None
+        if own is None or device is not None or self._submitted or self._cancelled:
             return
         following = self.scheduler.following(chunks)
         if following is None:
@@ -258,9 +300,8 @@ class Batcher:
         for row, ids in rows.items():
             row.sequence.tokens.append(ids[-1])
             row.count, row.undelivered = row.count + len(ids), len(ids)
-        assert self.speculation is not None
-        following = self.speculation.extend(following, [*rows])
-        if _has_drafts(following):
+        following = own.extend(following, [*rows])
+        if has_drafts(following):
             self.runner.decode(following, [*rows], recorder)
             self._launched.append(following)
 
@@ -274,7 +315,10 @@ class Batcher:
             if row is None or row.ends_after(len(self._launched)):
                 return None
             rows.append(row)
-        if self.speculation is not None and any(self.speculation.choose(chunks, rows)):
+        own, device = self.speculation, self._device
+        if device is not None and device.pays(rows[0], len(self._launched)):
+            return None
+        if device is None and own is not None and any(own.choose(chunks, rows)):
             return None
         return self.scheduler.following(chunks)
 
@@ -350,10 +394,6 @@ class Batcher:
         """Let all running requests give up their blocks; they are computed again later."""
         self.scheduler.preempt_all()
         self.reset()
-
-
-def _has_drafts(chunks: Sequence[Chunk]) -> bool:
-    return any(chunk.drafts for chunk in chunks)
 
 
 def _request_of(row: Generation | Beam) -> Generation:

@@ -82,3 +82,8 @@ class DecodeFeeds:
             for stop in range(chunk.stop, chunk.stop + len(chunk.drafts) + 1):
                 self._history[row] = history_ring(tokens, stop, self._history.shape[1])
                 row += 1
+
+
+def live_values(rows: int) -> dict[str, int]:
+    """Return the values of the Vars of a decode step with this many rows."""
+    return {"T": rows, "S": rows, "Q": rows + 1, "N": rows}

@@ -16,7 +16,7 @@ from ..runtime.decode_loop import DecodeLoop
 from ..runtime.executor import Executor
 from .block_copies import COPIED, FEW_COPIES, MAX_COPIES, copy_feeds
 from .block_manager import BlockManager
-from .decode_feeds import DecodeFeeds
+from .decode_feeds import DecodeFeeds, live_values
 from .forward_feeds import Feeds, Span, block_tables, forward_feeds
 from .held_settings import MASK, HeldSettings
 from .logits_processors import process_logits
@@ -25,10 +25,17 @@ from .sampler import PROCESSED, STAGES, fed_rows
 from .sampling_feeds import Row, sampling_feeds, token_feeds
 from .sequence import Chunk, StepRecorder, one_token_chunks
 from .sequence_blocks import BlockCopy
-from .step_result import StepResult, TokenLogprobs
+from .step_result import (
+    CANDIDATES,
+    LOGPROBS,
+    StepResult,
+    TokenLogprobs,
+    candidate_outputs,
+    if_asked,
+    result_outputs,
+    stages_of,
+)
 
-LOGPROBS = ("logprobs", "top_ids", "top_logprobs")  # fields of `StepResult`
-CANDIDATES = ["candidate_ids", "candidate_logprobs"]  # fields of `StepResult`, and outputs
 _MAX_KEPT = 32  # decode loops, of more numbers of rows than draft tokens give one sequence
 _NOTHING = StepResult(np.zeros(0, np.int32))  # of a step that samples no sequence
 
@@ -142,12 +149,14 @@ class Runner:
             return _NOTHING
         size, sampling = self.bucket(len(chunks)), sum(chunk.samples for chunk in chunks)
         processing = any(row.processors for row in rows[:sampling])
-        chosen = _candidates(rows[:sampling])
+        chosen = candidate_outputs(rows[:sampling])
         every = sampling == len(rows) and not processing
         if processing:
-            outputs = ["processed", *_if_asked(rows[:sampling], ["logits"]), *chosen]
+            outputs = ["processed", *if_asked(rows[:sampling], ["logits"]), *chosen]
         else:
-            outputs = _outputs("ids" if every else "sampled", rows[:sampling]) if sampling else []
+            outputs = (
+                result_outputs("ids" if every else "sampled", rows[:sampling]) if sampling else []
+            )
         prompts = [row.prompt_positions(c.start, c.stop) for c, row in zip(chunks, rows)]
         hidden = ["hidden"] if any(prompts) else []
         decodes = processing and all(c.stop - c.start == 1 for c in chunks)
@@ -218,7 +227,7 @@ class Runner:
                 own[:] = process_logits(row.processors, target, own)
             except RequestError as error:
                 errors[index] = error
-        names, most = ["sampled", *_if_asked(rows, [*LOGPROBS])], self._fed_rows
+        names, most = ["sampled", *if_asked(rows, [*LOGPROBS])], self._fed_rows
         for at in range(0, len(rows), most):
             some = rows[at : at + most]
             plan = self._fed_plan(names, min(most, self.bucket(len(some))))
@@ -259,7 +268,7 @@ class Runner:
         ]
         feeds, env = forward_feeds(self.manager, spans)
         feeds["rows"] = feeds["rows"][: max(1, sum(chunk.samples for chunk in parts))]
-        feeds |= token_feeds(self.limits, rows, _stages(rows) >= PROCESSED)
+        feeds |= token_feeds(self.limits, rows, stages_of(rows) >= PROCESSED)
         return feeds | self._settings.feeds({*plan.leaves}, rows), env
 
     def copy_blocks(self, copies: Rows[BlockCopy]) -> None:
@@ -298,7 +307,7 @@ class Runner:
     def _fed(self, chunks: Rows[Chunk], rows: list[Row], recorder: StepRecorder | None) -> _Loop:
         """Return the loop of a step, fed with the values of the step."""
         own = [row for chunk, row in zip(chunks, rows) for _ in range(len(chunk.drafts) + 1)]
-        key: tuple[int | str, ...] = len(own), *_outputs("ids", rows)
+        key: tuple[int | str, ...] = len(own), *result_outputs("ids", rows)
         if recorder is not self._recorder or len(self._kept) == _MAX_KEPT:
             self._recorder, self._kept = recorder, {}
         loop = self._kept[key] = self._kept.get(key) or self._new_loop(own, recorder)
@@ -311,21 +320,31 @@ class Runner:
         self, rows: list[Row], recorder: StepRecorder | None, advanced: bool = False
     ) -> _Loop:
         """Return a new decode loop; ``advanced``: whether the device has the values of the rows."""
-        count, outputs, size = len(rows), _outputs("ids", rows), self.bucket(len(rows))
+        count, outputs, size = len(rows), result_outputs("ids", rows), self.bucket(len(rows))
         plan = self.plan(outputs, size, size, size)
-        settings = plan.leaves.keys() & {MASK, *rows[0].settings}
         names = {"rows", "q_start"} if advanced else {*plan.leaves}
-        history = self.limits.history if _stages(rows) >= PROCESSED else 0
-        if not advanced:
-            self.executor.bind(plan)
-            self._settings.forget_unwritten(settings)
-            self._settings.write(settings, rows)
+        history = self.limits.history if stages_of(rows) >= PROCESSED else 0
+        settings = set[str]() if advanced else self.write_settings(plan, rows)
         feeds = DecodeFeeds(self.manager, count, names, history)
-        env, counts = {"T": count, "S": count, "Q": count + 1, "N": count}, dict[str, int]()
+        counts = dict[str, int]()
         steps = self.executor.decode_loop(
-            plan, feeds.arrays, env, outputs[0], recorder, lambda: counts, others=outputs[1:]
-        )
+            plan, feeds.arrays, live_values(count), outputs[0], recorder, lambda: counts,
+            others=outputs[1:],
+        )  # fmt: skip
         return _Loop(outputs, recorder, steps, settings, feeds, counts)
+
+    def write_settings(self, plan: Plan, rows: Rows[Row]) -> set[str]:
+        """Bind ``plan``, write the settings of ``rows`` that it reads, and return their names."""
+        self.executor.bind(plan)
+        names = plan.leaves.keys() & {MASK, *rows[0].settings}
+        self._settings.forget_unwritten(names)
+        self._settings.write(names, rows)
+        return names
+
+    @property
+    def lookahead(self) -> int | None:
+        """How many steps of the present decode loop may be launched ahead; None: there is none."""
+        return self._loop.steps.lookahead if self._loop else None
 
     @property
     def can_run_ahead(self) -> bool:
@@ -372,28 +391,10 @@ class Runner:
         self._forget_step()
         self._recorder, self._kept = None, {}
 
-    def _forget_step(self) -> None:
+    def leave_loop(self) -> None:
+        """Forget the present decode loop, whose steps were taken: the next step is fed."""
         self._loop, self._advanced = None, []
+
+    def _forget_step(self) -> None:
+        self.leave_loop()
         self._settings.forget()
-
-
-def _stages(rows: Rows[Row]) -> int:
-    """Return the number of stages of the sampling program that the rows need."""
-    return max(row.stages for row in rows)
-
-
-def _outputs(name: str, rows: Rows[Row]) -> list[str]:
-    """Return the names of the outputs of a `StepResult`; ``name``: that of the sampled ids."""
-    suffix = STAGES[_stages(rows)]
-    asked = _if_asked(rows, ["logprobs" + suffix, "top_ids", "top_logprobs"])
-    return [name + suffix, *asked, *_candidates(rows)]
-
-
-def _candidates(rows: Rows[Row]) -> list[str]:
-    """Return the outputs of which the host chooses the tokens of a row, if there is such a row."""
-    return CANDIDATES if any(row.asks_candidates for row in rows) else []
-
-
-def _if_asked(rows: Rows[Row], names: list[str]) -> list[str]:
-    """Return ``names`` if a row asks for log-probabilities."""
-    return names if any(row.asks_logprobs for row in rows) else []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .. import ops
-from ..graph.tensor import Tensor, Var, feed
+from ..graph.tensor import Tensor, Var, feed, state
 from ..model.batch import ADVANCED, FED, SEQUENCE, Batch, Limits, StepVariable, step_vars
 from ..ops.penalties import FACTORS, WINDOWS
 from ..ops.sampling import mask_words
@@ -18,6 +18,7 @@ from ..ops.sampling_filters import FILTERS
 STAGES = ("", ".masked", ".biased", ".penalised", ".filtered")
 BIASED = STAGES.index(".biased")  # the stage whose most likely ids are the candidates of beams
 PROCESSED = STAGES.index(".penalised")  # the stage that logits processors change
+PLACED, ACCEPTED = "placed", "accepted"  # outputs, see `draft_outputs`
 
 
 def sampler_variables(limits: Limits, vocab: int) -> list[StepVariable]:
@@ -83,11 +84,43 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
             sampled, batch.ids, batch.pos, batch.kv_len, v["count"], v["history"], *groups,
             block=batch.limits.block,
         )  # fmt: skip
+    if batch.limits.drafts:
+        outputs |= draft_outputs(outputs, batch, v["count"], groups)
     rows = Var("R", 1, fed_rows(batch.limits, vocab))
     fed = {name: feed(f"fed.{name}", (rows, vocab), "f32") for name in ("logits", "processed")}
     sampled = _sampled(_filtered(fed["processed"], v), v)
     outputs |= _sample_outputs(".fed", fed["logits"], sampled)
     return outputs | _most_likely(".fed", fed["logits"], batch.limits)
+
+
+def draft_outputs(
+    outputs: Mapping[str, Tensor], batch: Batch, count: Tensor, groups: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Return outputs of steps whose draft tokens the device accepts and predicts, by name.
+
+    ``placed``: the token ids of the step [T]; ``accepted``, with the suffixes of `STAGES` before
+    penalties: the drafts of the next step [D]. See `ops.place_drafts` and `ops.accept_drafts`.
+    Penalties would need the last tokens of each row.
+
+    Args:
+        outputs: those of `sampling_outputs`, for ``sampled``.
+        batch: inputs of the graph.
+        count: the step variable.
+        groups: slots and table of each cache group.
+    """
+    limits = batch.limits
+    drafts = state("draft.ids", (limits.drafts,), "i32")
+    tokens = state("draft.tokens", (limits.context + limits.drafts + 1,), "i32")
+    progress = state("draft.progress", (2,), "i32")
+    placed = ops.place_drafts(
+        progress, drafts, tokens, batch.ids, batch.pos, batch.kv_len, count, *groups,
+        block=limits.block,
+    )  # fmt: skip
+    accepted = {
+        ACCEPTED + suffix: ops.accept_drafts(outputs[f"sampled{suffix}"], drafts, tokens, progress)
+        for suffix in STAGES[:PROCESSED]
+    }
+    return {PLACED: placed, **accepted}
 
 
 def fed_rows(limits: Limits, vocab: int) -> int:

@@ -78,6 +78,11 @@ def is_decode_step(chunks: Sequence[Chunk]) -> bool:
     return all(c.samples and c.stop - c.start == 1 for c in chunks)
 
 
+def has_drafts(chunks: Sequence[Chunk]) -> bool:
+    """Whether a step computes draft tokens."""
+    return any(chunk.drafts for chunk in chunks)
+
+
 def one_token_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
     """Return a chunk for each row of a decode step; those with draft tokens have their own."""
     found = list[Chunk]()

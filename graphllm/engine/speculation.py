@@ -119,14 +119,44 @@ class Speculation:
         ]
         if self._fixed:
             return [min(self._fixed, room // len(rows), len(each)) for each in rates]
-        return self._most_profitable(rates, room)
+        return self._most_profitable(rates, room, self._times, self._times.plain(len(rows)))
 
-    def _most_profitable(self, rates: Sequence[Sequence[float]], room: int) -> list[int]:
+    def choose_ahead(self, row: Generation, ahead: int, room: int, times: StepTimes) -> int:
+        """Return the number of draft tokens of a step that is launched ahead.
+
+        Args:
+            row: the request.
+            ahead: rows of the steps in flight, whose drafts count as accepted.
+            room: maximum number of draft tokens.
+            times: expected times of the steps.
+        """
+        return self.choose_of(_lookup(row).rates(ahead + room)[ahead:] if room else [], times)
+
+    def choose_of(self, rates: Sequence[float], times: StepTimes) -> int:
+        """Return the number of draft tokens of a step, of which the first ones are accepted.
+
+        Args:
+            rates: probabilities that the first 1, 2, ... drafts are accepted.
+            times: expected times of the steps.
+        """
+        if self._fixed:
+            return min(self._fixed, len(rates))
+        return self._most_profitable([rates], len(rates), times, times.expected(1))[0]
+
+    def predict(self, row: Generation, count: int) -> tuple[int, ...]:
+        """Return the next ``count`` tokens of a request that has a prediction."""
+        return self._drafter.predict([row], [count])[0]
+
+    def _most_profitable(
+        self, rates: Sequence[Sequence[float]], room: int, times: StepTimes, plain: float
+    ) -> list[int]:
         """Return the numbers of draft tokens with the most expected tokens per second.
 
         Args:
             rates: probabilities that the drafts of each sequence are accepted, descending.
             room: maximum number of draft tokens.
+            times: expected times of steps.
+            plain: expected seconds of the step without drafts; 0: unknown.
         """
         counts, sequences = [0] * len(rates), len(rates)
         ordered = [
@@ -138,16 +168,16 @@ class Speculation:
         ordered = sorted(ordered, reverse=True)[:room]
         if not ordered:
             return counts
-        tokens, least, chosen = float(sequences), self._times.plain(sequences) / sequences, 0
+        tokens, least, chosen = float(sequences), plain / sequences, 0
         least, longest = least / _LEAST_GAIN, 0
-        times = self._times.with_drafts(range(sequences + 1, sequences + len(ordered) + 1))
-        for number, ((rate, depth, _), seconds) in enumerate(zip(ordered, times), 1):
+        expected = times.with_drafts(range(sequences + 1, sequences + len(ordered) + 1))
+        for number, ((rate, depth, _), seconds) in enumerate(zip(ordered, expected), 1):
             tokens, longest = tokens + rate, max(longest, -depth)
             seconds += self._drafter.seconds(longest)
             if seconds / tokens < least:
                 least, chosen = seconds / tokens, number
         if not chosen:
-            self._times.doubt()
+            times.doubt()
             self._drafter.doubt()
         for _, _, sequence in ordered[:chosen]:
             counts[sequence] += 1

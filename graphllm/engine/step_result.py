@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..errors import RequestError
+from .sampler import STAGES
+
+if TYPE_CHECKING:
+    from .sampling_feeds import Row
+
+LOGPROBS = ("logprobs", "top_ids", "top_logprobs")  # fields of `StepResult`
+CANDIDATES = ["candidate_ids", "candidate_logprobs"]  # fields of `StepResult`, and outputs
 
 
 @dataclass(frozen=True)
@@ -94,3 +101,25 @@ class StepResult(NamedTuple):
         assert self.top_ids is not None and self.top_logprobs is not None
         ids, values = self.top_ids[row, :count].tolist(), self.top_logprobs[row, :count].tolist()
         return TokenLogprobs(int(self.ids[row]), float(self.logprobs[row, 0]), (*zip(ids, values),))
+
+
+def stages_of(rows: Sequence[Row]) -> int:
+    """Return the number of stages of the sampling program that the rows need."""
+    return max(row.stages for row in rows)
+
+
+def result_outputs(name: str, rows: Sequence[Row]) -> list[str]:
+    """Return the names of the outputs of a `StepResult`; ``name``: that of the sampled ids."""
+    suffix = STAGES[stages_of(rows)]
+    asked = if_asked(rows, ["logprobs" + suffix, "top_ids", "top_logprobs"])
+    return [name + suffix, *asked, *candidate_outputs(rows)]
+
+
+def candidate_outputs(rows: Sequence[Row]) -> list[str]:
+    """Return the outputs of which the host chooses the tokens of a row, if there is such a row."""
+    return CANDIDATES if any(row.asks_candidates for row in rows) else []
+
+
+def if_asked(rows: Sequence[Row], names: list[str]) -> list[str]:
+    """Return ``names`` if a row asks for log-probabilities."""
+    return names if any(row.asks_logprobs for row in rows) else []

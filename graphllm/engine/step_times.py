@@ -28,7 +28,7 @@ class StepTimes:
     def note(self, rows: int, drafted: bool, seconds: float) -> None:
         """Note the time of a step; ``drafted``: whether it had draft tokens."""
         changed, self._drafted = self._drafted and not drafted, drafted
-        size, expected = (rows - 1).bit_length(), self._expected(rows)
+        size, expected = (rows - 1).bit_length(), self.expected(rows)
         seconds = min(seconds, 2 * expected) if expected else seconds
         if size not in self._run:  # the first step of a plan may bind it
             self._run.add(size)
@@ -48,7 +48,11 @@ class StepTimes:
         self._variance = (1 - weight) * (self._variance + weight * off * off)
         self._covariance = (1 - weight) * (self._covariance + weight * off * late)
 
-    def _expected(self, rows: int) -> float:
+    def begin_drafts(self) -> None:
+        """Note that a series of steps with drafts begins."""
+        self._drafted = True
+
+    def expected(self, rows: int) -> float:
         """Return the expected seconds of a step in a series of its kind; 0 if there was none.
 
         The time of rows that were never tried is underestimated, so that they are.
@@ -63,7 +67,7 @@ class StepTimes:
 
     def plain(self, rows: int) -> float:
         """Return the expected seconds that a step without drafts takes next; 0 if unknown."""
-        expected = self._expected(rows)
+        expected = self.expected(rows)
         return expected + self._change if expected and self._drafted else expected
 
     def with_drafts(self, rows: range) -> list[float]:

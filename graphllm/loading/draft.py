@@ -1,4 +1,4 @@
-"""Which draft model speculative decoding can use, and how it is loaded."""
+"""Start of speculative decoding: which draft model it can use, and what runs its steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ..checkpoints.checkpoint import Checkpoint
+from ..compiler.plan import HOST, Plan
+from ..engine.device_drafts import DeviceDrafts
+from ..engine.engine import Engine
+from ..engine.speculation import Drafter, Speculation
 from ..errors import RequestError
 from ..model.decoder import Decoder
 from ..tokenizer import Tokenizer
@@ -46,3 +50,21 @@ def check_vocabularies(model: Vocabulary, draft: Vocabulary) -> None:
     for token in range(max(own.vocab_size, other.vocab_size)):
         if token >= min(own.vocab_size, other.vocab_size) or own.piece(token) != other.piece(token):
             raise RequestError(f"{files}: token {token} is not the same", "draft")
+
+
+def start_speculation(engine: Engine, fixed: int, drafter: Drafter | None) -> list[Plan]:
+    """Let ``engine`` compute draft tokens; return the plans of one sequence with them.
+
+    Args:
+        engine: an engine whose limits have drafts.
+        fixed: see `Speculation`.
+        drafter: predicts them; None for prompt look-up, on a device with its own memory by itself.
+    """
+    batcher, limits, executor = engine.batcher, engine.limits, engine.executor
+    own = Speculation(engine.scheduler, limits.step_sequences, fixed, drafter)
+    batcher.speculation, batcher.device_drafts = own, None
+    plans = [engine.decode_plan(1 << bits) for bits in range(1, limits.drafts.bit_length() + 1)]
+    if drafter is None and executor.backends[0].memory != HOST:
+        batcher.device_drafts = DeviceDrafts(batcher.runner, engine.scheduler, own)
+        plans += batcher.device_drafts.plans()
+    return plans

@@ -251,7 +251,7 @@ class LoadedModel:
 
         ``auto``: choose their number in each step. RequestError: the model is an encoder-decoder.
         """
-        from ..engine.speculation import Speculation
+        from .draft import check_vocabularies, start_speculation
 
         for each, option in ((self, "speculate"), (self.draft, "draft")):
             if each is not None and each.seq2seq is not None:
@@ -260,14 +260,10 @@ class LoadedModel:
         drafter = None
         if self.draft is not None:
             from ..engine.draft_model import DraftModel
-            from .draft import check_vocabularies
 
             check_vocabularies(self, self.draft)
             drafter = DraftModel(self.draft.engine, drafts)
-        engine.batcher.speculation = Speculation(
-            engine.scheduler, self.limits.step_sequences, 0 if auto else drafts, drafter
-        )
-        return [engine.decode_plan(1 << bits) for bits in range(1, drafts.bit_length() + 1)]
+        return start_speculation(engine, 0 if auto else drafts, drafter)
 
     # -- chat template
     @property

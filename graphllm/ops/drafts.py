@@ -1,8 +1,8 @@
 """Draft tokens of one sequence, accepted and predicted on the device between two decode steps.
 
-Row r of a step is the sequence with its first r draft tokens. `accept_drafts` ends a step: it appends
-the sampled tokens, and predicts draft tokens by prompt look-up (Saxena 2023). `place_drafts` begins
-the next one, with as many of them as the step has rows for.
+Row r of a step is the sequence with its first r draft tokens. `accept_drafts` ends a step: it
+appends the sampled tokens, and predicts draft tokens by prompt look-up (Saxena 2023).
+`place_drafts` begins the next one, with as many of them as the step has rows for.
 """
 
 from __future__ import annotations

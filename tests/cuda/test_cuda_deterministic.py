@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cuda_cases import need_gpu, quantised
 from paper_cuda import paper_fixture  # noqa: F401
-from predicted_answers import predict_answers, speculate
+from predicted_answers import look_up_on_device, predict_answers, speculate
 from request_runs import answer, requests, run_at_random
 from windowed_model import CONTEXT
 
@@ -20,6 +20,7 @@ from graphllm.backends.cuda.runtime.work import Launch
 from graphllm.checkpoints.model_shapes import ModelShape
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.engine.engine import Engine
+from graphllm.engine.request import Sampling
 from graphllm.errors import PlacementError
 from graphllm.graph.tensor import Var, feed, weight
 from graphllm.loading.load import build_decoder
@@ -154,6 +155,29 @@ def test_drafts_change_no_bit(fixed, monkeypatch):
     assert run_at_random(many, asked, rng) == want
     own = many.batcher.speculation
     assert min(own.accepted, own.rejected) > 5 or not fixed
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("fixed, sequences", [(0, 1), (4, 1), (15, 1), (4, 3)])
+def test_drafts_of_the_device_change_no_bit(fixed, sequences):
+    """Answers of one id are predicted right, those of two ids sometimes, and others hardly ever."""
+    need_gpu()
+    rng = random.Random(SEED)
+    asked = requests(rng, REQUESTS // 8, processors=True)
+    for seed, ids in enumerate([(5,), (5, 9), (5, 9)]):
+        settings = Sampling(
+            temperature=1.5, seed=seed, max_tokens=60, allowed_ids=ids, logprobs=2 * seed
+        )
+        asked += [([7, 5, 9, 5, 30 + seed], settings)]
+    single = engine(DENSE, "q4_k_m")
+    want = [answer(single, *each) for each in asked]
+    many = engine(DENSE, "q4_k_m", sequences=sequences, kv_blocks=24, drafts=16)
+    speculate(many, fixed)
+    look_up_on_device(many)
+    assert run_at_random(many, asked, rng, arrival=0.1) == want
+    own, device = many.batcher.speculation, many.batcher.device_drafts
+    assert device._loops and device._supported and own.accepted > 20
+    assert own.rejected > 5 or not fixed
 
 
 @pytest.mark.cuda

@@ -272,9 +272,7 @@ def test_rates_follow_the_outcomes_and_tokens_may_be_taken_back():
 
 
 def chosen(times, rates):
-    own = Speculation(None, 16)
-    own._times = times
-    return own._most_profitable(rates, 15)
+    return Speculation(None, 16)._most_profitable(rates, 15, times, times.plain(len(rates)))
 
 
 def test_as_many_drafts_as_the_times_of_steps_make_worth_while():

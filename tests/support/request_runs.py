@@ -108,11 +108,16 @@ def collect(engine: Engine, live: dict[int, Generation]) -> dict[int, Answer]:
     return found
 
 
-def run_at_random(engine: Engine, asked: list[Request], rng: random.Random) -> list[Answer]:
-    """Submit requests at random times, and cancel copies of some of them."""
+def run_at_random(
+    engine: Engine, asked: list[Request], rng: random.Random, arrival: float = 0.4
+) -> list[Answer]:
+    """Submit requests at random times, and cancel copies of some of them.
+
+    ``arrival``: probability that one more arrives before a step.
+    """
     found, live, waiting, cancelled = {}, {}, list(range(len(asked))), []
     while waiting or live:
-        while waiting and rng.random() < 0.4:
+        while waiting and rng.random() < arrival:
             index = waiting.pop(0)
             live[index] = submit(engine, *asked[index], priority=rng.randrange(2))
             found[index] = []
