@@ -25,7 +25,7 @@ from .sampler import ACCEPTED, PLACED, PROCESSED, STAGES
 from .sampling_feeds import Row
 from .scheduler import Scheduler
 from .sequence import Chunk
-from .speculation import Speculation
+from .speculation import Speculation, may_have_drafts
 from .step_result import StepResult, result_outputs
 from .step_times import StepTimes
 
@@ -97,13 +97,10 @@ class DeviceDrafts:
         """Whether the rows are one request that the device can continue alone.
 
         The host chooses the tokens of beams, and those that processors change; penalties read the
-        last tokens of each row, which only the host feeds. For the rest see `most_drafts` of
-        `graphllm.engine.speculation`.
+        last tokens of each row, which only the host feeds.
         """
         row = rows[0]
-        if not self._supported or len(rows) > 1 or not isinstance(row, Generation):
-            return False
-        if not row.speculates or not row.count or row.grammar is not None or row.sequence.source:
+        if not self._supported or len(rows) > 1 or not may_have_drafts(row):
             return False
         return not (row.processors or row.asks_candidates) and row.stages < PROCESSED
 
@@ -282,8 +279,7 @@ class _Feeds:
 
     def __init__(self, runner: Runner, rows: int) -> None:
         limits, manager = runner.limits, runner.manager
-        self._buffers, self._rows = runner.executor.buffers, rows
-        self._bind = runner.executor.bind
+        self._buffers, self._bind = runner.executor.buffers, runner.executor.bind
         self._arrays = {
             "draft.ids": np.full(limits.drafts, -1, np.int32),
             "draft.tokens": np.zeros(limits.context + limits.drafts + 1, np.int32),

@@ -224,14 +224,19 @@ def _lookup(row: Row) -> PromptLookup:
     return row.lookup
 
 
-def _most_drafts(row: Row, chunk: Chunk, room: int, context: int) -> int:
-    """Return how many draft tokens of a request a step can compute; ``room``: of all requests.
+def may_have_drafts(row: Row) -> bool:
+    """Whether draft tokens of a request may be computed.
 
     A grammar would have to consume them first, a source is no text that an answer repeats, and the
     first token after a prompt reports the end of the prefill.
     """
     if not isinstance(row, Generation) or not row.speculates or not row.count:
-        return 0
-    if row.grammar is not None or row.sequence.source:
+        return False
+    return row.grammar is None and not row.sequence.source
+
+
+def _most_drafts(row: Row, chunk: Chunk, room: int, context: int) -> int:
+    """Return how many draft tokens of a request a step can compute; ``room``: of all requests."""
+    if not may_have_drafts(row):
         return 0
     return max(0, min(room, row.sampling.max_tokens - row.count - 1, context - chunk.stop))
