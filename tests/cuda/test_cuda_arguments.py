@@ -17,7 +17,7 @@ STRUCTS = (
     ("new_tokens.cuh", "NewTokens"), ("penalties.cu", "Penalties"),
     ("quantize.cuh", "Target"), ("quantize.cuh", "Targets"),
     ("rope.cuh", "Rotation"), ("sampling.cuh", "Settings"), ("step.cu", "State"),
-    ("step.cu", "TableGroup"),
+    ("block_tables.cuh", "TableGroup"), ("drafts.cu", "Drafts"), ("drafts.cu", "Rows"),
 )  # fmt: skip
 
 
