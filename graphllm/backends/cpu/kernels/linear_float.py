@@ -13,6 +13,7 @@ FLOAT_PANEL = FLOAT_CHUNK * VECTOR
 WIDE_FLOAT_GROUPS, WIDE_FLOAT_TOKENS = 2, 12  # of a tile of gathered activations
 FLOAT_ROW = 4 * FLOAT_CHUNK  # bytes of a token's gathered activations
 _UNROLL = 8  # elements of plain formats in an iteration of a loop
+_FEW_TOKENS = 2  # of a tile that waits for memory: weights are prefetched into L2, else into L1
 
 
 def _steps(e: Emitter, f: PackedFormat, blocks: Value, body: Callable[[Value, int], None]) -> None:
@@ -54,10 +55,11 @@ def tile(
     rows = token_rows(e, tokens, left, offsets)
     accs = [[e.variable(e.f32(0.0)) for _ in range(groups)] for _ in rows]
     following = [e.at(ahead, e.times(step, g)) for g in range(groups)]
+    level = 2 if tokens <= _FEW_TOKENS else 1
 
     def body(first: Value, count: int) -> None:
         if count > 1:
-            e.prefetch_lines(following, e.b.sdiv(first, e.count(count)), lines)
+            e.prefetch_lines(following, e.b.sdiv(first, e.count(count)), lines, level)
         weights = [e.at(panel, e.times(first, VECTOR), e.times(width, g)) for g in range(groups)]
         values = [e.at(x, e.times(first, 4), row) for row in rows]
         for k in range(count):

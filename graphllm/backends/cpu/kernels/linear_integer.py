@@ -29,7 +29,6 @@ BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m if the format has one
 # A super-block's panel: bytes of q, then scales, corrections and offsets, factors.
 K_WORDS = 64 * VECTOR
 PANEL = K_WORDS + (16 + 8 + 2) * VECTOR
-IN_PLACE_AHEAD = 4096  # prefetch distance in bytes of tiles that read packed weights
 
 
 def token_rows(e: Emitter, tokens: int, left: Value, rows: Value) -> list[Value]:
@@ -82,7 +81,7 @@ def tile(
     if isinstance(f, Block256):
         return _tile_k(e, f, rows, panels, q, d, s, c, prefetch)
     if in_place:
-        return _tile_32(e, f, rows, panels, blocks, q, d, s, c, None)
+        return _tile_32(e, f, rows, panels, blocks, q, d, s, c, e.b.sub(ahead, panels[0]))
     if e.isa.vnni:  # prefetching in the loop would slow its dots down
         e.prefetch_lines(following, e.count(0), e.times(lines, CHUNK // f.block))
     return _tile_32(e, f, rows, panels, blocks, q, d, s, c, prefetch)
@@ -141,20 +140,21 @@ def word_dots(
 
 def _tile_32(
     e: Emitter, f: Block32, rows: list[Value], panels: list[Value], blocks: Value, q: Value,
-    d: Value, s: Value, c: Value, prefetch: Callable[[Value], None] | None,
+    d: Value, s: Value, c: Value, prefetch: Callable[[Value], None] | Value,
 ) -> None:  # fmt: skip
-    """``prefetch``: emits the prefetches of an iteration; None if the weights are read in place."""
-    count, in_place = len(panels), prefetch is None
+    """``prefetch``: emits the prefetches of an iteration. For weights that are read in place:
+    distance of what is prefetched with each load."""
+    count, in_place = len(panels), not callable(prefetch)
     accs = [e.variable(e.load(c, F32S, VECTOR * i)) for i in range(len(rows) * count)]
     with e.loop(blocks) as loop:
-        if prefetch is not None and not e.isa.vnni:
+        if callable(prefetch) and not e.isa.vnni:
             prefetch(loop.index)
         step = e.times(loop.index, f.nbytes if in_place else BLOCK32_PANEL)
         at, four = [e.at(panel, step) for panel in panels], e.times(loop.index, 4)
         xs = [e.at(q, e.times(loop.index, 32), row) for row in rows]
         ds, ss = ([e.at(plane, four, row) for row in rows] for plane in (d, s))
         begin = [[dot_start_32(e, f, sums)] * count for sums in ss]
-        with e.prefetching(IN_PLACE_AHEAD) if in_place else nullcontext():
+        with nullcontext() if callable(prefetch) else e.prefetching(prefetch):
             dots = word_dots(e, f, at, 8, xs, begin, [e.i32(0x00010001)] * count)
             each = range(8, 9 + f.has_minimum)
             factors = [
@@ -228,5 +228,5 @@ def _add_k(
     e.store(e.add(e.load(c, F32S), e.mul(contribution, e.broadcast_f32(d))), c)
 
 
-__all__ = ["BLOCK32_PANEL", "CHUNK", "IN_PLACE_AHEAD", "K_WORDS", "PANEL", "tile", "token_rows",
+__all__ = ["BLOCK32_PANEL", "CHUNK", "K_WORDS", "PANEL", "tile", "token_rows",
            "unpack", "word_dots"]  # fmt: skip

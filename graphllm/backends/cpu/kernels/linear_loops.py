@@ -51,6 +51,7 @@ from .token_tiles import (
     zero_results,
 )
 
+_CHUNKS_AHEAD = 3  # between a chunk of columns that is multiplied in place, and the one prefetched
 _WIDE_FLOATS = WIDE_TOKENS // WIDE_FLOAT_TOKENS * WIDE_FLOAT_TOKENS  # tokens of a pass
 
 
@@ -65,11 +66,11 @@ def _integer(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
         fused(code, w + g * blocks * nbytes, blocks, x, x + k, x + k + 4 * blocks, c)
 
     if most == 0:
-        return gemv, _integer_gemm(name, groups, tokens, False), groups * PANEL
-    in_place = _integer_gemm(name, groups, tokens, True)
+        return gemv, _unpacking_gemm(name, groups, tokens), groups * PANEL
+    in_place = _in_place_gemm(name, groups, tokens)
     if most >= PASS_TOKENS:
         return gemv, in_place, groups * PANEL
-    unpacking = _integer_gemm(name, groups, tokens, False)
+    unpacking = _unpacking_gemm(name, groups, tokens)
 
     @helper
     def gemm(w, g, last, x, rows, k, panel, c, count):
@@ -81,13 +82,11 @@ def _integer(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
     return gemv, gemm, groups * PANEL
 
 
-def _integer_gemm(name: str, groups: int, tokens: int, in_place: bool) -> Any:
-    """Make the GEMM of `_integer`, which unpacks weights to panels or reads them in place."""
+def _integer_tiles(name: str, groups: int, tokens: int, in_place: bool) -> Any:
+    """Make the tiles of tokens of the GEMMs of `_integer`."""
     form = FORMATS[name]
-    code, block, nbytes, per_chunk = form.code, form.block, form.nbytes, CHUNK // form.block
+    code, block, place = form.code, form.block, int(in_place)
     per_sum, sum_bytes = (32, 4) if block == 32 else (16, 2)  # activations per sum, bytes of it
-    loops = CHUNK // (32 if block == 32 else form.sub)  # iterations of a tile's loop
-    place = int(in_place)
 
     def make_tile(count: int) -> Any:
         @helper
@@ -101,7 +100,15 @@ def _integer_gemm(name: str, groups: int, tokens: int, in_place: bool) -> Any:
 
         return run
 
-    tiles, following = token_tiles(groups, tokens, make_tile), following_chunk(groups)
+    return token_tiles(groups, tokens, make_tile)
+
+
+def _unpacking_gemm(name: str, groups: int, tokens: int) -> Any:
+    """Make the GEMM of `_integer` that unpacks weights to panels."""
+    form = FORMATS[name]
+    code, block, nbytes, per_chunk = form.code, form.block, form.nbytes, CHUNK // form.block
+    loops = CHUNK // (32 if block == 32 else form.sub)  # iterations of a tile's loop
+    tiles, following = _integer_tiles(name, groups, tokens, False), following_chunk(groups)
 
     @helper
     def gemm(w, g, last, x, rows, k, panel, c, count):
@@ -109,14 +116,41 @@ def _integer_gemm(name: str, groups: int, tokens: int, in_place: bool) -> Any:
             size = min(per_chunk, k // block - b)
             for i in range(groups):
                 source = w + (min(g + i, last - 1) * (k // block) + b) * nbytes
-                if in_place:
-                    i64s(panel)[i] = source
-                else:
-                    unpack(code, source, panel + i * PANEL, size)
+                unpack(code, source, panel + i * PANEL, size)
             ahead = w + following(b, per_chunk, k // block, g) * nbytes
             tiles(
                 panel, size, x, rows, b * block, k, c, count,
                 ahead, k // block * nbytes, per_chunk * nbytes, loops,
+            )  # fmt: skip
+
+    return gemm
+
+
+def _in_place_gemm(name: str, groups: int, tokens: int) -> Any:
+    """Make the GEMM of `_integer` that multiplies packed weights.
+
+    Each load of a chunk prefetches the same place of a later chunk, so chunks have equal sizes.
+    """
+    form = FORMATS[name]
+    block, nbytes, most = form.block, form.nbytes, CHUNK // form.block
+    tiles = _integer_tiles(name, groups, tokens, True)
+
+    @helper
+    def gemm(w, g, last, x, rows, k, panel, c, count):
+        blocks = k // block
+        chunks = (blocks + most - 1) // most
+        size = (blocks + chunks - 1) // chunks
+        for b in range(0, blocks, size):
+            for i in range(groups):
+                i64s(panel)[i] = w + (min(g + i, last - 1) * blocks + b) * nbytes
+            at, group = b, g
+            for _ in range(_CHUNKS_AHEAD):
+                at += size
+                if at >= blocks:
+                    at, group = 0, group + groups
+            tiles(
+                panel, min(size, blocks - b), x, rows, b * block, k, c, count,
+                w + (group * blocks + at) * nbytes, 0, 0, 1,
             )  # fmt: skip
 
     return gemm

@@ -12,9 +12,10 @@ from ..formats.row_formats import STEP, upcast_e4m3
 from ..simd import amx
 from ..simd.amx import TILE_BYTES, TILE_ROWS, TileShape
 from ..simd.emitter import F32S, I8S, I32, I64, LANES, VECTOR, Emitter, Value
-from .linear_integer import IN_PLACE_AHEAD, token_rows, word_dots
+from .linear_integer import token_rows, word_dots
 from .linear_one_token import dot_words
 
+_AHEAD = 4096  # distance in bytes at which tiles prefetch weights
 _ONES = 0x00010001  # a pair of int16
 _CHAINS = 4  # independent sums of a row, so that a dot need not wait for the one before it
 
@@ -30,7 +31,7 @@ def tile(
     f, rows = by_code(code), token_rows(e, tokens, left, offsets)
     panels = [e.load(panel, I64, 8 * g) for g in range(groups)]
     totals = [e.variable(e.load(c, offset=VECTOR * i)) for i in range(tokens * groups)]
-    with e.loop(blocks) as loop, e.prefetching(IN_PLACE_AHEAD):
+    with e.loop(blocks) as loop, e.prefetching(e.count(_AHEAD)):
         at = [e.at(each, e.times(loop.index, f.nbytes)) for each in panels]
         xs = [e.at(q, e.times(loop.index, f.block), row) for row in rows]
         begin = [[e.get(total) for total in totals[t * groups :][:groups]] for t in range(tokens)]

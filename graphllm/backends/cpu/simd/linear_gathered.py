@@ -175,7 +175,7 @@ def tiles(
     size, lines = _record_bytes(f, e), CHUNK // f.block * f.nbytes // VECTOR
     each = e.b.sdiv(e.b.add(number, e.count(lines - 1)), number)
     with e.loop(number) as loop:
-        e.prefetch_lines([ahead], loop.index, each)
+        e.prefetch_lines([ahead], loop.index, each, level=1)
         first = e.at(records, e.times(loop.index, TILE_TOKENS * size))
         rows = [e.at(first, size * t) for t in range(TILE_TOKENS)]
         to = e.at(c, e.times(loop.index, TILE_TOKENS * VECTOR))

@@ -108,17 +108,17 @@ class VectorBuilder:
         return loaded
 
     @contextmanager
-    def prefetching(self, distance: int = 0) -> Iterator[None]:
+    def prefetching(self, distance: Value | None = None) -> Iterator[None]:
         """In this context each vector load also prefetches ahead, once; see `prefetch_ahead`.
 
-        ``distance``: instead, prefetch into L1 only, this number of bytes ahead. Prefetches between
+        ``distance``: instead, prefetch into L2 only, this number of bytes ahead. Prefetches between
         other instructions are faster than many prefetches in a row.
         """
 
-        def near(address: Value, offset: int) -> None:
-            self.prefetch(address, offset + distance)
+        def far(address: Value, offset: int) -> None:
+            self.prefetch(self.at(address, distance), offset, level=2)
 
-        self._prefetch = near if distance else self.prefetch_ahead
+        self._prefetch = self.prefetch_ahead if distance is None else far
         yield
         self._prefetch = None
         self._prefetched.clear()
@@ -190,16 +190,18 @@ class VectorBuilder:
         self.prefetch(address, offset + L2_PREFETCH_BYTES, level=2)
         self.prefetch(address, offset + L1_PREFETCH_BYTES)
 
-    def prefetch_lines(self, addresses: list[Value], index: Value, lines: Value) -> None:
+    def prefetch_lines(
+        self, addresses: list[Value], index: Value, lines: Value, level: int = 2
+    ) -> None:
         """Prefetch ``lines`` cache lines after each address, following those of the iterations
-        before ``index`` of a loop."""
+        before ``index`` of a loop, into the cache of a level."""
         # Marked unlikely, so that the code around it gets the registers.
         with self.b.if_then(self.b.icmp_signed(">", lines, self.count(0)), likely=False):
             first = self.b.mul(index, lines)
             with self.loop(lines) as loop:
                 at = self.times(self.b.add(first, loop.index), VECTOR)
                 for address in addresses:
-                    self.prefetch(self.at(address, at))
+                    self.prefetch(self.at(address, at), level=level)
 
     # -- constants and broadcasts
     def i32(self, value: int) -> Value:
