@@ -283,6 +283,9 @@ struct Request {
     bool wide;  // sampled by several blocks
 };
 
+// Whether top-k leaves all ids of a row.
+__device__ __forceinline__ bool keeps_all(int top_k, int width) { return !(0 < top_k && top_k < width); }
+
 __device__ __forceinline__ Request request_of(const Settings& s, i64 n, int width) {
     Request a = {{}, 1, true, false};
     if (!s.temperature) return a;
@@ -293,13 +296,13 @@ __device__ __forceinline__ Request request_of(const Settings& s, i64 n, int widt
     u64 seed = (u64)s.seed[n];
     a.params.noise = {(u32)seed, (u32)(seed >> 32), (u32)s.count[n], (u32)s.sample_index[n]};
     a.top_k = s.top_k[n];
-    a.wide = !(0 < a.top_k && a.top_k < width);
+    a.wide = keeps_all(a.top_k, width);
     return a;
 }
 
 // Whether several blocks sample from row n.
 __device__ __forceinline__ bool is_wide(const Settings& s, i64 n, int width) {
-    return s.temperature && s.temperature[n] > 0 && !(0 < s.top_k[n] && s.top_k[n] < width);
+    return s.temperature && s.temperature[n] > 0 && keeps_all(s.top_k[n], width);
 }
 
 // `begin` for kernels of several blocks per row; `settled`: settings may be read before the wait. Returns false in blocks that
