@@ -319,7 +319,8 @@ def test_reasons_to_measure_again():
     assert busy == (
         f"{plain}; unreliable: other processes used 38% of the processor time; measure again"
     )
-    old = made(machine="a box", others=0.5).provenance(now + timedelta(days=3))
+    old = made(date=now.isoformat(), machine="a box", others=0.5)
+    old = old.provenance(now + timedelta(days=3))
     assert old.endswith(
         "on a box; unreliable: measured on another machine, measured 3 days ago, other processes "
         "used 50% of the processor time; measure again"
