@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import random
 import threading
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import tiny_models as tiny
 import windowed_model
-from request_runs import answer, collect, ids_of, logprobs_of, requests, run_at_random, take
+from request_runs import (
+    answer,
+    collect,
+    ids_of,
+    logprobs_of,
+    requests,
+    run_at_random,
+    run_interrupted,
+    take,
+)
 from windowed_model import IDS
 
 import graphllm
@@ -220,22 +228,10 @@ def test_an_interrupted_step_loses_and_repeats_nothing(path, monkeypatch, where)
         "complete": (engine.scheduler, "complete"),
         "push": (Generation, "push"),
     }[where]
-    rng, real, interrupts = random.Random(SEED), getattr(owner, name), []
-
-    def interrupting(*call):
-        after = rng.random() < 0.5
-        result = real(*call) if after else None
-        if rng.random() < 0.2:
-            interrupts.append(where)
-            raise KeyboardInterrupt
-        return result if after else real(*call)
-
     live = {i: engine.submit(*each, ()) for i, each in enumerate(asked)}
-    while not all(generation.done for generation in live.values()):
-        monkeypatch.setattr(owner, name, interrupting)
-        with suppress(KeyboardInterrupt):
-            engine.step()
-        monkeypatch.setattr(owner, name, real)
+    interrupts = run_interrupted(
+        monkeypatch, engine, (owner, name), random.Random(SEED), live.values()
+    )
     found = collect(engine, live)
     assert [found[index] for index in range(len(asked))] == want
-    assert len(interrupts) > 3
+    assert interrupts > 3

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from contextlib import suppress
 
 import lazy_device
 import pytest
 import windowed_model
 from predicted_answers import look_up_on_device, predict_on_device, speculate
-from request_runs import answer, collect, ids_of, requests, run_at_random
+from request_runs import answer, collect, ids_of, requests, run_at_random, run_interrupted
 
 from graphllm.engine.acceptance_rates import AcceptanceRates
 from graphllm.engine.generation import Generation
@@ -113,25 +112,12 @@ def test_an_interrupted_step_loses_and_repeats_nothing(path, monkeypatch, where)
         "step": engine.batcher.device_drafts, "accept": engine.batcher.speculation,
         "complete": engine.scheduler, "push": Generation,
     }[where]  # fmt: skip
-    rng, real, interrupts = random.Random(SEED), getattr(owner, where), []
-
-    def interrupting(*call):
-        after = rng.random() < 0.5
-        result = real(*call) if after else None
-        if rng.random() < 0.2:
-            interrupts.append(where)
-            raise KeyboardInterrupt
-        return result if after else real(*call)
-
+    rng, interrupts = random.Random(SEED), 0
     for request, wanted in zip(asked, want):
         generation = engine.submit(*request, ())
-        while not generation.done:
-            monkeypatch.setattr(owner, where, interrupting)
-            with suppress(KeyboardInterrupt):
-                engine.step()
-            monkeypatch.setattr(owner, where, real)
+        interrupts += run_interrupted(monkeypatch, engine, (owner, where), rng, [generation])
         assert ids_of(collect(engine, {0: generation})[0]) == ids_of(wanted)
-    assert len(interrupts) > 1 and engine.batcher.speculation.accepted
+    assert interrupts > 1 and engine.batcher.speculation.accepted
 
 
 def test_recorded_steps_have_drafts_of_the_host(path, monkeypatch):

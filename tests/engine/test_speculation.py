@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from contextlib import suppress
 
 import pytest
 import tiny_models as tiny
 import windowed_model
 from predicted_answers import predict_answers, speculate
-from request_runs import answer, collect, ids_of, requests, run_at_random
+from request_runs import answer, collect, ids_of, requests, run_at_random, run_interrupted
 
 import graphllm
 from graphllm.engine import runner
@@ -135,25 +134,13 @@ def test_an_interrupted_step_loses_and_repeats_nothing(path, monkeypatch, where)
         "take": engine.batcher.runner, "accept": engine.batcher.speculation,
         "complete": engine.scheduler, "push": Generation,
     }[where]  # fmt: skip
-    rng, real, interrupts = random.Random(SEED), getattr(owner, where), []
-
-    def interrupting(*call):
-        after = rng.random() < 0.5
-        result = real(*call) if after else None
-        if rng.random() < 0.2:
-            interrupts.append(where)
-            raise KeyboardInterrupt
-        return result if after else real(*call)
-
     live = {i: engine.submit(*each, ()) for i, each in enumerate(asked)}
-    while not all(generation.done for generation in live.values()):
-        monkeypatch.setattr(owner, where, interrupting)
-        with suppress(KeyboardInterrupt):
-            engine.step()
-        monkeypatch.setattr(owner, where, real)
+    interrupts = run_interrupted(
+        monkeypatch, engine, (owner, where), random.Random(SEED), live.values()
+    )
     found = collect(engine, live)
     assert [found[index] for index in range(len(asked))] == want
-    assert len(interrupts) > 1 and engine.batcher.speculation.accepted
+    assert interrupts > 1 and engine.batcher.speculation.accepted
 
 
 def test_answers_end_within_accepted_drafts(tmp_path):

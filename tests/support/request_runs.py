@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
+from contextlib import suppress
 
 import numpy as np
+import pytest
 from windowed_model import CONTEXT
 
 from graphllm.engine.completion import Found, Sampled
@@ -135,3 +138,31 @@ def run_at_random(
         engine.cancel(generation)
     engine.settle()
     return [found[index] for index in range(len(asked))]
+
+
+def run_interrupted(
+    patch: pytest.MonkeyPatch, engine: Engine, method: tuple[object, str], rng: random.Random,
+    generations: Collection[Generation],
+) -> int:  # fmt: skip
+    """Run steps until all generations have ended; return the number of interrupts.
+
+    A fifth of the calls of ``method``, an owner and a name, are interrupted, before or after them.
+    """
+    owner, name = method
+    real, interrupts = getattr(owner, name), 0
+
+    def interrupting(*call):
+        nonlocal interrupts
+        after = rng.random() < 0.5
+        result = real(*call) if after else None
+        if rng.random() < 0.2:
+            interrupts += 1
+            raise KeyboardInterrupt
+        return result if after else real(*call)
+
+    while not all(generation.done for generation in generations):
+        patch.setattr(owner, name, interrupting)
+        with suppress(KeyboardInterrupt):
+            engine.step()
+        patch.setattr(owner, name, real)
+    return interrupts
