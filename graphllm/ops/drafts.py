@@ -14,6 +14,7 @@ import numpy as np
 from ..graph.dtype import I32
 from ..graph.op import Arg, Cost, Maker, Rng, Sample, Shape, expect, grid, op, require
 from ..graph.tensor import Env, Meta
+from .step import check_groups, random_table, slots_at
 
 SHORTEST, LONGEST = 2, 32  # tokens of a match: at least, and most that are compared
 
@@ -35,13 +36,7 @@ def _infer_place(
     for name, x, like in (("pos", pos, ids), ("count", count, kv_len)):
         expect(name, x, 1, "i32")
         require(x.shape == like.shape, f"{name} {x.shape} does not fit {like.shape}")
-    require(len(groups) % 2 == 0, f"{len(groups)} operands are not pairs of slot and table")
-    require(block > 0, f"block is {block}, not above zero")
-    for slot, table in zip(groups[::2], groups[1::2], strict=True):
-        expect("slot", slot, 1, "i32")
-        expect("table", table, 2, "i32")
-        require(slot.shape == ids.shape, f"slot {slot.shape} does not fit ids {ids.shape}")
-        require(table.shape[0] == kv_len.shape[0], f"table {table.shape} for kv_len {kv_len.shape}")
+    check_groups(ids, kv_len, groups, block)
     return ids
 
 
@@ -90,19 +85,13 @@ def _accept_sample(rows: int, drafts: int, length: int, period: int) -> Sample:
     return Sample((Arg(("N",), I32, make=_few_ids), own, tokens, progress), {}, {"N": rows})
 
 
-def _table(rng: Rng, shape: Shape) -> np.ndarray:
-    table = rng.permutation(shape[0] * shape[1]).reshape(shape)
-    table[:, -1] = -1
-    return table
-
-
 def _place_sample(rows: int, drafts: int, length: int, groups: int, block: int) -> Sample:
     t, s = ("T",), ("S",)
     args = [Arg((2,), I32, make=_progress(length)), Arg((drafts,), I32, make=_few_ids)]
     args += [Arg((300,), I32, make=_periodic(7))]
     args += [Arg(shape, I32, leaf="state") for shape in (t, t, s, s)]
     for _ in range(groups):
-        args += [Arg(t, I32, leaf="state"), Arg(("S", 5), I32, make=_table)]
+        args += [Arg(t, I32, leaf="state"), Arg(("S", 5), I32, make=random_table)]
     return Sample((*args,), {"block": block}, {"S": rows, "T": rows})
 
 
@@ -188,6 +177,4 @@ def place_drafts(
     ids[: len(row)] = np.where(placed, known, tokens[length - 1])
     pos[: len(row)], kv_len[:], count[:] = p, p + 1, p + 1 - prompt
     for slot, table in zip(groups[::2], groups[1::2], strict=True):
-        entry = table[row, np.minimum(p // block, table.shape[1] - 1)]
-        stored = (p // block < table.shape[1]) & (entry >= 0)
-        slot[: len(row)] = np.where(stored, entry * block + p % block, -1)
+        slot[: len(row)] = slots_at(table, p, block)

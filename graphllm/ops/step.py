@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,12 @@ def _infer(
     expect("history", history, 2, "i32")
     require(history.shape[0] == kv_len.shape[0], f"history {history.shape} for {kv_len.shape}")
     require(history.inner[0] > 0, "history has no columns")
+    check_groups(ids, kv_len, groups, block)
+    return ids
+
+
+def check_groups(ids: Meta, kv_len: Meta, groups: Sequence[Meta], block: int) -> None:
+    """Raise GraphError unless ``groups`` are slots [T] and block tables [S, B], alternating."""
     require(len(groups) % 2 == 0, f"{len(groups)} operands are not pairs of slot and table")
     require(block > 0, f"block is {block}, not above zero")
     for slot, table in zip(groups[::2], groups[1::2], strict=True):
@@ -37,7 +44,6 @@ def _infer(
         expect("table", table, 2, "i32")
         require(slot.shape == ids.shape, f"slot {slot.shape} does not fit ids {ids.shape}")
         require(table.shape[0] == kv_len.shape[0], f"table {table.shape} for kv_len {kv_len.shape}")
-    return ids
 
 
 def _cost(
@@ -66,7 +72,8 @@ def _lengths(block: int) -> Maker:
     return make
 
 
-def _table(rng: Rng, shape: Shape) -> np.ndarray:
+def random_table(rng: Rng, shape: Shape) -> np.ndarray:
+    """Return block tables of which no two share a block; the last column has none."""
     table = rng.permutation(shape[0] * shape[1]).reshape(shape)
     table[:, -1] = -1
     return table
@@ -78,7 +85,7 @@ def _sample(rows: int, padding_rows: int, block: int, groups: int) -> Sample:
     states += [Arg(s, I32, leaf="state", make=_lengths(block)), Arg(s, I32, leaf="state")]
     states.append(Arg(("S", _RING), I32, leaf="state"))
     for _ in range(groups):
-        states += [Arg(t, I32, leaf="state"), Arg(("S", _WIDTH), I32, make=_table)]
+        states += [Arg(t, I32, leaf="state"), Arg(("S", _WIDTH), I32, make=random_table)]
     env = {"N": rows, "S": rows, "T": rows + padding_rows}
     return Sample((Arg(("N",), I32, make=_tokens), *states), {"block": block}, env)
 
@@ -108,9 +115,14 @@ def advance(
     ids[:live], pos[:live] = chosen, p
     history[np.arange(live), p % history.shape[1]] = chosen
     for slot, table in zip(groups[::2], groups[1::2], strict=True):
-        column = np.minimum(p // block, table.shape[1] - 1)
-        entry = table[np.arange(live), column]
-        known = (p // block < table.shape[1]) & (entry >= 0)
-        slot[:live] = np.where(known, entry * block + p % block, -1)
+        slot[:live] = slots_at(table, p, block)
     kv_len += 1
     count += 1
+
+
+def slots_at(table: np.ndarray, positions: np.ndarray, block: int) -> np.ndarray:
+    """Return the slot of a position of each sequence; -1 where ``table`` [S, B] has no block."""
+    column = positions // block
+    entry = table[np.arange(len(table)), np.minimum(column, table.shape[1] - 1)]
+    known = (column < table.shape[1]) & (entry >= 0)
+    return np.where(known, entry * block + positions % block, -1)
