@@ -316,7 +316,7 @@ class Batcher:
                 return None
             rows.append(row)
         own, device = self.speculation, self._device
-        if device is not None and device.pays(rows[0], len(self._launched)):
+        if device is not None and device.prepare(rows[0], len(self._launched)):
             return None
         if device is None and own is not None and any(own.choose(chunks, rows)):
             return None

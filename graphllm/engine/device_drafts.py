@@ -47,8 +47,8 @@ class _Loop(NamedTuple):
 class DeviceDrafts:
     """Decode steps of one request at a time; see the module.
 
-    Such steps begin when a prediction of the host pays (`pays`, `begin`), and end when drafts have
-    not paid for some steps.
+    Such steps begin when a prediction of the host pays (`prepare`, `begin`), and end when drafts
+    have not paid for some steps.
 
     Args:
         runner: runs the steps.
@@ -104,10 +104,15 @@ class DeviceDrafts:
             return False
         return not (row.processors or row.asks_candidates) and row.stages < PROCESSED
 
-    def pays(self, row: Row, launched: int) -> bool:
-        """Whether drafts pay once ``launched`` plain steps of a request have ended.
+    def prepare(self, row: Row, launched: int) -> bool:
+        """Write the settings for `begin` while plain steps run, if drafts pay after them.
 
-        If so, the settings of the request are written for `begin`, while these steps run.
+        Args:
+            row: a request that `serves` accepts.
+            launched: number of plain steps in flight.
+
+        Returns:
+            Whether drafts pay.
         """
         assert isinstance(row, Generation)
         if not self._first_drafts(row, launched):
@@ -133,7 +138,7 @@ class DeviceDrafts:
         if row is not self._row:  # plain steps come first
             self._supported = self._runner.lookahead != 0
             return False
-        if not self.pays(row, 0):
+        if not self.prepare(row, 0):
             return False
         self._runner.leave_loop()
         if (1, self._outputs) not in self._loops:
