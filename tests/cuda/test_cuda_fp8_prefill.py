@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cuda_cases import ORDER, need_gpu, normal, quantised
-from paper_cuda import paper_fixture  # noqa: F401
-from test_cuda_plans import Empty
+from paper_cuda import Empty, paper_fixture  # noqa: F401
 from tiny_models import write_tiny
 
 import graphllm

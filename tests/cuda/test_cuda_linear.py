@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cuda_cases import ORDER, need_gpu, normal, quantised, run_bounded
+from cuda_cases import (
+    ORDER,
+    activation_name,
+    linear_sample,
+    need_gpu,
+    normal,
+    quantised,
+    run_bounded,
+)
 from linear_cases import INTEGER_BLOCKS
 from op_runs import report
 
 from graphllm import ops
 from graphllm.backends import Options
 from graphllm.backends.cuda.kernels.linear import MAX_F32_TOKENS
-from graphllm.formats import ROW_FORMATS, WEIGHT_FORMATS, activation_of
+from graphllm.formats import ROW_FORMATS, WEIGHT_FORMATS
 from graphllm.graph.dtype import dtype
 from graphllm.graph.tensor import Var, feed, weight
-from graphllm.ops import Arg, Sample
 from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.weights import Arrays
 
@@ -30,26 +37,11 @@ def _gpu():
     need_gpu()
 
 
-def sample(tokens: int, shape: tuple[int, int], kind: str, x: str = "f32", bias: bool = False):
-    args = (
-        Arg(("T", shape[1]), dtype(x)),
-        Arg(shape, dtype(kind), leaf="weight", make=normal),
-        Arg(shape[:1], leaf="weight") if bias else None,
-    )
-    return Sample(args, {}, {"T": tokens})
-
-
-def x_of(kind: str) -> str:
-    """The activations that a quantised weight is multiplied with."""
-    found = activation_of(dtype(kind))
-    return found.name if found else "f32"
-
-
 def samples_of(kind: str, **more):
     """One row more than kernels compute together, and rows of odd and even numbers of blocks."""
     shapes = [(65, 768), (130, 1024)]
     shapes += [] if dtype(kind).block > 32 else [(33, 96)]
-    return [sample(t, shape, kind, **more) for t in TOKENS for shape in shapes]
+    return [linear_sample(t, shape, kind, **more) for t in TOKENS for shape in shapes]
 
 
 @pytest.mark.parametrize("kind", WEIGHT_FORMATS)
@@ -71,7 +63,7 @@ def test_few_tokens_are_exact(kind):
 def test_quantised_activations(kind):
     """Exact except for the order of summation, at any number of tokens."""
     least = FP8 if kind.startswith("fp8") else 0.0
-    wrong = run_bounded("linear", samples_of(kind, x=x_of(kind), bias=True), None, least)
+    wrong = run_bounded("linear", samples_of(kind, x=activation_name(kind), bias=True), None, least)
     assert not wrong, report(wrong)
 
 
@@ -134,8 +126,10 @@ def depths(kind: str) -> tuple[int, ...]:
 @pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 def test_one_token_of_any_depth(kind):
     """Exact except for the order of summation."""
-    x = x_of(kind) if dtype(kind).quantised else "f32"
-    own = [sample(t, (rows, k), kind, x) for t in (0, 1) for rows in ROWS for k in depths(kind)]
+    x = activation_name(kind) if dtype(kind).quantised else "f32"
+    own = [
+        linear_sample(t, (rows, k), kind, x) for t in (0, 1) for rows in ROWS for k in depths(kind)
+    ]
     least = 3e-5 if kind == "bf16" else FP8 if kind.startswith("fp8") else 0.0
     wrong = run_bounded("linear", own, least=least)
     assert not wrong, report(wrong)

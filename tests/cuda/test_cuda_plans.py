@@ -13,7 +13,7 @@ from cuda_requirements import needs_tensor_cores
 from fusion_cases import NOT_ON_CPU, named
 from linear_cases import INTEGER_BLOCKS
 from op_runs import OPS
-from paper_cuda import paper_fixture  # noqa: F401
+from paper_cuda import Empty, paper_fixture  # noqa: F401
 from random_models import MIXTURES, SPECS, WIDE, decoder, engine
 
 from graphllm import ops
@@ -23,7 +23,6 @@ from graphllm.backends.cuda import BACKEND, MIN_CAPABILITY
 from graphllm.backends.cuda.runtime import source
 from graphllm.backends.cuda.runtime.work import Launch, max_shared
 from graphllm.checkpoints.model_shapes import MIX, SHAPES, TYPES
-from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.formats import WEIGHT_FORMATS
 from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import CACHED, dtype
@@ -48,15 +47,6 @@ def test_tensor_cores_are_used_where_they_are_new_enough(capability, paper):
                 bounds = {"T": (0, 4)} if few and "T" in group.samples[0].env else {}
                 executor.bind(executor.compile({"y": group.node}, bounds))
     assert any(map(needs_tensor_cores, device.modules)) == (capability >= (8, 0))
-
-
-class Empty(RandomCheckpoint):
-    """Weights of zeros, which take no memory."""
-
-    def raw(self, name):
-        info = self.info(name)
-        shape = (math.prod(info.shape[:-1]), info.dtype.row_nbytes(info.shape[-1]))
-        return np.broadcast_to(np.zeros(1, np.uint8), shape)
 
 
 @pytest.mark.parametrize(

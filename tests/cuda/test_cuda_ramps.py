@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cuda_cases import need_gpu
-from paper_cuda import paper_fixture  # noqa: F401
-from test_cuda_plans import Empty
+from paper_cuda import Empty, paper_fixture  # noqa: F401
 from windowed_model import CONTEXT, GREEDY, IDS, generate_ids, make_engine, windowed
 
 import graphllm

@@ -17,9 +17,10 @@ from graphllm import ops
 from graphllm.backends import Options
 from graphllm.backends.cuda import BACKEND
 from graphllm.engine.request import Sampling
+from graphllm.formats import activation_of
 from graphllm.formats.quantization import Blocks, quantise
 from graphllm.graph.dtype import dtype
-from graphllm.ops import Sample
+from graphllm.ops import Arg, Sample
 from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.weights import Arrays
 
@@ -67,6 +68,23 @@ def run_bounded(
 def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Weights that keep a result's size near one."""
     return rng.standard_normal(shape) / np.sqrt(shape[-1])
+
+
+def linear_sample(
+    tokens: int, shape: tuple[int, int], kind: str, x: str = "f32", bias: bool = False
+):
+    args = (
+        Arg(("T", shape[1]), dtype(x)),
+        Arg(shape, dtype(kind), leaf="weight", make=normal),
+        Arg(shape[:1], leaf="weight") if bias else None,
+    )
+    return Sample(args, {}, {"T": tokens})
+
+
+def activation_name(kind: str) -> str:
+    """The activations that a quantised weight is multiplied with."""
+    found = activation_of(dtype(kind))
+    return found.name if found else "f32"
 
 
 # ---------------------------------------------------------------------------------- whole decoders

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from graphllm.backends import Options
 from graphllm.backends.cuda import BACKEND
 from graphllm.backends.cuda.runtime.device import CudaDevice
 from graphllm.backends.cuda.runtime.work import Launch
+from graphllm.checkpoints.random_weights import RandomCheckpoint
 
 
 class Paper(CudaDevice):
@@ -39,6 +42,9 @@ class Paper(CudaDevice):
     def constant(self, table):
         return 1 << 40
 
+    def arrivals(self, blocks):
+        return 1 << 40
+
     def live(self, header, var):
         return 1 << 40
 
@@ -46,6 +52,15 @@ class Paper(CudaDevice):
         work, _ = self.work(steps, header)
         self.modules |= {w.function.module for part in work for w in part if isinstance(w, Launch)}
         self.built.append((list(steps), work))
+
+
+class Empty(RandomCheckpoint):
+    """Weights of zeros, which take no memory."""
+
+    def raw(self, name):
+        info = self.info(name)
+        shape = (math.prod(info.shape[:-1]), info.dtype.row_nbytes(info.shape[-1]))
+        return np.broadcast_to(np.zeros(1, np.uint8), shape)
 
 
 @pytest.fixture(name="paper")
