@@ -21,6 +21,12 @@
 //   INTEGER_PRODUCT     whether there is product(j, a): the product with quantised activations in
 //                       fewer instructions than unpack needs
 // Each family has a header formats_*.cuh, included at the end.
+//
+// ITEMS_IN_SHARED: items are loaded from shared memory.
+
+#ifndef ITEMS_IN_SHARED
+#define ITEMS_IN_SHARED 0
+#endif
 
 struct Planes {
     const u8 *a, *b, *c, *d;
@@ -70,14 +76,22 @@ __device__ __forceinline__ float high_half(u32 pair) { return from_f16((u16)(pai
 
 // Load 16 bytes that are read once, without a place in the L1 cache.
 __device__ __forceinline__ uint4 stream16(const void* address) {
+#if ITEMS_IN_SHARED
+    return *(const uint4*)address;
+#else
     uint4 r;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(address));
     return r;
+#endif
 }
 
 template <class V> __device__ __forceinline__ V constant(const void* address) {
+#if ITEMS_IN_SHARED
+    return *(const V*)address;
+#else
     return __ldg((const V*)address);
+#endif
 }
 
 __device__ __forceinline__ const u32& word(const uint4& q, int k) { return (&q.x)[k]; }

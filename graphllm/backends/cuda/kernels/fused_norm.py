@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
 from ..runtime.work import Arg, Launch, ceil
+from . import linear_chain
 from .elementwise import ACTIVATIONS
 from .matrices import MAX_TOKENS
 from .norm import register_units
@@ -69,9 +71,11 @@ def norm_add(ctx: KernelContext) -> Launch:
 @BACKEND.kernel("norm_quantise", **_rules("x", when=_norms))
 def norm_quantise(ctx: KernelContext) -> Launch:
     x, rows, width, forms = ctx.x, ctx.x.meta.rows, ctx.x.width, ctx.results
+    eps = float(ctx.attrs["eps"])
     args = (x.address, x.row_stride, ctx.w.address, targets(forms), ctx.live_address(rows), width,
-            float(ctx.attrs["eps"]))  # fmt: skip
-    return _launch("norm_quantise", ctx, width, args, ctx.w)
+            eps)  # fmt: skip
+    part = linear_chain.norm_row(ctx, ctx.w, eps, forms[0]) if len(forms) == 1 else None
+    return replace(_launch("norm_quantise", ctx, width, args, ctx.w), part=part)
 
 
 def _narrow_rows(node: Tensor, options: Options) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -13,6 +14,7 @@ from .. import BACKEND
 from ..runtime.device import KernelContext
 from ..runtime.source import module
 from ..runtime.work import Launch, ceil
+from . import linear_chain
 
 _MODULE = module("norm")
 
@@ -59,8 +61,9 @@ _RULES: dict[str, Any] = {
 
 @BACKEND.kernel("rms_norm", **_RULES)
 def rms_norm(ctx: KernelContext) -> Launch:
-    each, block = register_units(ctx.x.meta.inner[-1])
-    return _launch(ctx, f"rms_norm_{each}", ("w",), float(ctx.attrs["eps"]), block=block)
+    (each, block), eps = register_units(ctx.x.meta.inner[-1]), float(ctx.attrs["eps"])
+    made = _launch(ctx, f"rms_norm_{each}", ("w",), eps, block=block)
+    return replace(made, part=linear_chain.norm_row(ctx, ctx.w, eps, ctx.out))
 
 
 def _lower_layer_norm(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:

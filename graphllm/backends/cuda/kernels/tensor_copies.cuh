@@ -36,6 +36,10 @@ __device__ __forceinline__ void wait_barrier(u64* barrier, int parity) {
         : "memory");
 }
 
+__device__ __forceinline__ void arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 // Arrive at the same barrier of a block of the cluster. With release.cluster, linears of many tokens take up
 // to twice the time.
 __device__ __forceinline__ void arrive(u64* barrier, int block) {

@@ -34,6 +34,13 @@ def item_elements(kind: DType) -> int:
     return 16 * kind.block // (end - start)
 
 
+def row_plane_nbytes(kind: DType, depth: int) -> list[int]:
+    """Bytes of a row of ``depth`` elements in each plane, without scales of whole rows."""
+    if kind.name not in PLANES:
+        return [depth * (1 if kind.name in ROW_FORMATS else kind.nbytes)]
+    return [depth // kind.block * (end - start) for start, end in PLANES[kind.name]]
+
+
 def _rows(meta: Meta) -> tuple[int, int]:
     """Number of rows of [..., N, K], and K."""
     *lines, columns = meta.bound().shape

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,26 @@ from ...kernel_context import OperandRef
 from . import pool_layout
 from .dependencies import InFlight, Ordering, Region, region, written
 from .source import Function, load_or_compile_all
-from .work import HostCall, Launch, Work
+from .work import MOSTLY_SHARED, HostCall, Launch, Work
 
+# Passes over the work of a segment, by step, which modules of kernels append.
+SEGMENT_PASSES: list[Callable[[list[list[Work]], CudaDevice], list[list[Work]]]] = []
 # Runs of plans with more rows are throttled: more than decode of 256 sequences, whose q_start has
 # one element more.
 MAX_UNTHROTTLED_ROWS = 257
+
+
+@dataclass(frozen=True)
+class SegmentFacts:
+    """What a builder may know of the other steps of its segment.
+
+    Attributes:
+        ops: their ops.
+        rows: rows that a result has at most, if the number of rows varies.
+    """
+
+    ops: frozenset[str]
+    rows: int
 
 
 class KernelContext(kernel_context.KernelContext[OperandRef]):
@@ -36,10 +51,11 @@ class KernelContext(kernel_context.KernelContext[OperandRef]):
     """
 
     def __init__(
-        self, bound: Bound, header: Header, device: CudaDevice, in_flight: InFlight
-    ) -> None:
+        self, bound: Bound, header: Header, device: CudaDevice, in_flight: InFlight,
+        segment: SegmentFacts,
+    ) -> None:  # fmt: skip
         super().__init__(bound, header)
-        self.device = device
+        self.device, self.segment = device, segment
         self.writes = written(bound)
         self._in_flight = in_flight
 
@@ -123,6 +139,7 @@ class CudaDevice:
         self._stager = staging.Stager(self.gpu)
         self._checks = ThreadPoolExecutor(1, "graphllm-weights")
         self._constants: dict[bytes, Any] = {}
+        self._arrivals: dict[int, Any] = {}
         self._header: Any = None
 
     # -- memory
@@ -219,6 +236,12 @@ class CudaDevice:
             self._constants[key] = self.put(raw)
         return self._constants[key].address
 
+    def arrivals(self, blocks: int) -> int:
+        """Address of what barriers of grids of so many blocks count with, see grid_barrier.cuh."""
+        if blocks not in self._arrivals:
+            self._arrivals[blocks] = self.alloc(8)
+        return int(self._arrivals[blocks].address)
+
     def live(self, header: Header, var: Var) -> int:
         """Address of the live value of ``var``, which `Segment.run` updates."""
         if self._header is None:
@@ -250,13 +273,20 @@ class CudaDevice:
     ) -> tuple[list[list[Work]], list[KernelContext]]:
         """The launches and host calls of each step of a segment, and the steps' contexts."""
         in_flight, work, contexts = InFlight(), [], []
+        rows = [step.out.meta.rows for step in steps if step.out is not None]
+        segment = SegmentFacts(
+            frozenset(step.node.op for step in steps),
+            max((row.hi for row in rows if isinstance(row, Var)), default=0),
+        )
         for step in steps:
-            context = KernelContext(step, header, self, in_flight)
+            context = KernelContext(step, header, self, in_flight, segment)
             made = step.kernel.build(context)
             parts = [made] if isinstance(made, (Launch, HostCall)) else list(made)
             work.append([_ordered(part, context.writes, in_flight) for part in parts])
             contexts.append(context)
-        return work, contexts
+        for run_pass in SEGMENT_PASSES:
+            work = run_pass(work, self)
+        return _with_one_share(work), contexts
 
     def _load(self, functions: Sequence[Function]) -> None:
         """Load the functions' modules, and report progress on those that must be compiled."""
@@ -271,6 +301,19 @@ class CudaDevice:
             self.gpu.load(made)
         if new:
             self.progress("compiling kernels", len(new), len(new))
+
+
+def _with_one_share(work: list[list[Work]]) -> list[list[Work]]:
+    """All launches with `MOSTLY_SHARED` if one has it: a multiprocessor changes its share of shared
+    memory only when it is idle, so a launch with another share could not overlap."""
+    launches = [w for part in work for w in part if isinstance(w, Launch)]
+    if all(w.shared_percent != MOSTLY_SHARED for w in launches):
+        return work
+
+    def shared(w: Work) -> Work:
+        return replace(w, shared_percent=MOSTLY_SHARED) if isinstance(w, Launch) else w
+
+    return [[shared(w) for w in part] for part in work]
 
 
 def _ordered(work: Work, writes: tuple[Region, ...], in_flight: InFlight) -> Work:

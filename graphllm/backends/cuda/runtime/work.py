@@ -23,6 +23,8 @@ _LEAST_SHARED = 99 << 10  # of 12.0, and of later ones
 # `Launch.shared_percent` of kernels with many loads in flight, which need room in the L1 cache: 64
 # of the 256 KB of a multiprocessor of capability 9.0 are enough shared memory for them.
 MOSTLY_CACHE = 28
+# Of kernels with a ring that takes most of the shared memory, and of all launches of their segment.
+MOSTLY_SHARED = 100
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Launch:
             -1: what the driver chooses, which is often what the kernel before has chosen.
         prefetches: operands that the kernel always reads before it waits. If one of them is being
             written, the launch is made without overlap.
+        part: what the launch computes, if a pass over a segment may join it with others.
     """
 
     function: Function
@@ -57,6 +60,7 @@ class Launch:
     triggers_after_wait: bool = False
     shared_percent: int = -1
     prefetches: Sequence[OperandRef] = ()
+    part: object = None
 
 
 def max_shared(capability: tuple[int, int]) -> int:

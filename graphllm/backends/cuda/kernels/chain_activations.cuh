@@ -1,0 +1,163 @@
+#pragma once
+// Activations of linear_chain.cu: as they are, or made of a row of float32 that all blocks of the launch have written.
+
+#include "chain_stage.cuh"
+#include "linear_ring.cuh"
+#include "norm.cuh"
+#include "quantize.cuh"
+
+// A row of float32 that other blocks may have written in this launch: not from the L1 cache.
+__device__ __forceinline__ float4 fresh4(const float* at) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ float fresh(const float* at) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ void fresh8(float* v, const float* at) {
+    const float4 a = fresh4(at), b = fresh4(at + 4);
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+
+__device__ __forceinline__ void load8(float* v, const float* at) {
+    const float4 a = ((const float4*)at)[0], b = ((const float4*)at)[1];
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+
+// The factor of an RMS norm from the sums of squares of its units, added as norm.cuh adds them.
+__device__ __forceinline__ float factor_of(const float* units, int count, int width, float eps) {
+    const int lane = threadIdx.x % WARP;
+    return rms_factor(warp_sum(lane < count ? units[lane] : 0), width, eps);
+}
+
+template <class S> struct Activated {
+    typedef typename S::Format W;
+    Activations<W> a[S::ITEMS] = {};
+
+    // Load what this warp and lane multiply from a row of activations.
+    __device__ __forceinline__ void load(const u8* row, int item) {
+#pragma unroll
+        for (int i = 0; i < S::ITEMS; i++) {
+            const int j = item + S::ROW_LANES * i;
+            if (S::WHOLE || j < S::COUNT) a[i].load(Activations<W>::place(row, S::DEPTH, j), true);
+        }
+    }
+};
+
+#if INTEGER
+// What is computed of a row of float32, unit after unit of 256 elements.
+template <class S> struct RowUnits {
+    static constexpr int UNITS = (S::DEPTH + UNIT - 1) / UNIT, EACH = (UNITS + WARPS - 1) / WARPS;
+    static_assert(S::SOURCE != NORMED || UNITS <= WARP, "a lane for the sum of each unit");
+    float v[EACH][8], w[EACH][8];
+
+    __device__ static __forceinline__ int first(int u) { return UNIT * ((int)threadIdx.x / WARP + u * WARPS); }
+    __device__ static __forceinline__ int column(int u) { return first(u) + 8 * ((int)threadIdx.x % WARP); }
+
+    static constexpr bool WHOLE = S::DEPTH % (UNIT * WARPS) == 0;  // all lanes have as many elements
+    __device__ static __forceinline__ bool has(int u) { return WHOLE || column(u) < S::DEPTH; }
+
+    __device__ __forceinline__ void load_weights(const float* norm) {
+#pragma unroll
+        for (int u = 0; u < EACH; u++)
+            if (has(u)) load8(w[u], norm + column(u));
+    }
+    __device__ __forceinline__ void load(const float* x) {
+#pragma unroll
+        for (int u = 0; u < EACH; u++) {
+            if (has(u))
+                fresh8(v[u], x + column(u));
+            else
+#pragma unroll
+                for (int k = 0; k < 8; k++) v[u][k] = w[u][k] = 0;
+        }
+    }
+    __device__ __forceinline__ void norm(float eps) {
+        __shared__ float squares[WARP];
+#pragma unroll
+        for (int u = 0; u < EACH; u++) {
+            float sum = 0;
+#pragma unroll
+            for (int k = 0; k < 8; k++) sum += v[u][k] * v[u][k];
+            sum = warp_sum(sum);
+            if (threadIdx.x % WARP == 0 && (WHOLE || first(u) < S::DEPTH)) squares[first(u) / UNIT] = sum;
+        }
+        sync_consumers();
+        const float factor = factor_of(squares, UNITS, S::DEPTH, eps);
+#pragma unroll
+        for (int u = 0; u < EACH; u++)
+#pragma unroll
+            for (int k = 0; k < 8; k++) v[u][k] = v[u][k] * factor * w[u][k];
+    }
+    __device__ __forceinline__ void store(u8* row) const {
+#pragma unroll
+        for (int u = 0; u < EACH; u++) {
+            if (!WHOLE && first(u) >= S::DEPTH) break;
+            if (S::Format::BLOCK == 32)
+                emit_32(v[u], row, first(u), S::DEPTH);
+            else
+                emit_256(v[u], row, first(u), S::DEPTH);
+        }
+    }
+};
+
+// Compute the row of activations in shared memory; the first block stores it for other kernels.
+template <class S> __device__ __forceinline__ void make_row(const ChainStage& stage, u8* row, RowUnits<S>& units) {
+    units.load((const float*)stage.x);
+    if (S::SOURCE == NORMED) units.norm(stage.eps);
+    units.store(row);
+    sync_consumers();
+    constexpr int nbytes = S::Format::BLOCK == 32 ? S::DEPTH + S::DEPTH / 4 : S::DEPTH + S::DEPTH / 64 + S::DEPTH / 8;
+    if (blockIdx.x == 0 && stage.row)
+#pragma unroll 1
+        for (int i = threadIdx.x; i < nbytes / 4; i += THREADS) ((u32*)stage.row)[i] = ((const u32*)row)[i];
+}
+#else
+// A row of float32 is multiplied as it is, or normed by every warp for the part that it multiplies.
+template <class S> __device__ __forceinline__ void load_floats_of(const ChainStage& stage, int item, Activated<S>& to) {
+    constexpr int EIGHTS = S::Format::ITEM / 8;
+    static_assert(S::Format::ITEM % 8 == 0, "items of eight elements");
+    float4 w[S::ITEMS][2 * EIGHTS];
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < S::ITEMS; i++) {
+        const int j = item + S::ROW_LANES * i;
+        if (!S::WHOLE && j >= S::COUNT) continue;
+#pragma unroll
+        for (int e = 0; e < 2 * EIGHTS; e++) {
+            to.a[i].x[e] = fresh4((const float*)stage.x + S::Format::ITEM * j + 4 * e);
+            if (S::SOURCE == NORMED) w[i][e] = ((const float4*)(stage.norm + S::Format::ITEM * j))[e];
+        }
+    }
+    if (S::SOURCE != NORMED) return;
+    __shared__ float squares[WARP];
+#pragma unroll
+    for (int i = 0; i < S::ITEMS; i++)
+#pragma unroll
+        for (int e = 0; e < 2 * EIGHTS; e++) {
+            const float4 v = to.a[i].x[e];  // zeros where there is no item
+            sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+        }
+    if (threadIdx.x % WARP >= S::ROW_LANES) sum = 0;  // the same elements as those of the first lanes
+    sum = warp_sum(sum);
+    if (threadIdx.x % WARP == 0) squares[threadIdx.x / WARP] = sum;
+    sync_consumers();
+    const float factor = factor_of(squares, WARPS, S::DEPTH, stage.eps);
+#pragma unroll
+    for (int i = 0; i < S::ITEMS; i++) {
+        if (!S::WHOLE && item + S::ROW_LANES * i >= S::COUNT) continue;
+#pragma unroll
+        for (int e = 0; e < 2 * EIGHTS; e++) {
+            float4& v = to.a[i].x[e];
+            const float4 g = w[i][e];
+            v = make_float4(v.x * factor * g.x, v.y * factor * g.y, v.z * factor * g.z, v.w * factor * g.w);
+            if (blockIdx.x == 0 && stage.row && threadIdx.x % WARP < S::ROW_LANES)
+                ((float4*)stage.row)[2 * EIGHTS * (item + S::ROW_LANES * i) + e] = v;
+        }
+    }
+}
+#endif
