@@ -22,6 +22,7 @@ from . import fusion, memory
 from .placement import Choice, Placement, choose
 
 HOST = "host"  # the memory that every device can copy from and to
+_SMALL = 256 << 10  # bytes of a small buffer
 LAYOUT, TRANSFER = "layout", "transfer"  # roles of ops that lowering inserts
 
 # ------------------------------------------------------------------------------------------- lower
@@ -334,6 +335,12 @@ def with_outputs(plan: Plan, values: Mapping[str, Tensor]) -> Plan:
     return extended
 
 
+def _interval(where: str, first: int, last: int, nbytes: int) -> memory.Interval:
+    """The lifetime of a buffer. A small one in a device's own memory lives a step longer, so that
+    the device may run that step and the one before at once."""
+    return memory.Interval(first, last + (where != HOST and nbytes <= _SMALL), nbytes)
+
+
 def _allocate(plan: Plan) -> None:
     """Fill in ``allocations``, ``scratch`` and ``arena`` from lifetimes."""
     first: dict[Tensor, int] = {}
@@ -351,12 +358,11 @@ def _allocate(plan: Plan) -> None:
         own = rewrite.root(step.node)
         where = plan.memory[own]
         if own is step.node:
-            interval = memory.Interval(first[own], last[own], own.meta.bound().nbytes)
+            interval = _interval(where, first[own], last[own], own.meta.bound().nbytes)
             wanted.setdefault(where, []).append((plan.allocations, own, interval))
         if step.kernel.scratch:
-            interval = memory.Interval(
-                index, index, step.kernel.scratch(step.node, plan.placement.options)
-            )
+            nbytes = step.kernel.scratch(step.node, plan.placement.options)
+            interval = _interval(where, index, index, nbytes)
             wanted.setdefault(where, []).append((plan.scratch, index, interval))
     for where, requests in wanted.items():
         offsets, plan.arena[where] = memory.assign([r[2] for r in requests], plan.guard)

@@ -52,8 +52,9 @@ template <class S> struct Activated {
 // What is computed of a row of float32, unit after unit of 256 elements.
 template <class S> struct RowUnits {
     static constexpr int UNITS = (S::DEPTH + UNIT - 1) / UNIT, EACH = (UNITS + WARPS - 1) / WARPS;
-    static_assert(S::SOURCE != NORMED || UNITS <= WARP, "a lane for the sum of each unit");
-    float v[EACH][8], w[EACH][8];
+    static_assert(S::SOURCE == AS_IS || S::SOURCE == QUANTISED || UNITS <= WARP, "a lane for the sum of each unit");
+    static constexpr bool TWICE = S::SOURCE == NORMED_TWICE;
+    float v[EACH][8], w[EACH][8], w2[TWICE ? EACH : 1][8];
 
     __device__ static __forceinline__ int first(int u) { return UNIT * ((int)threadIdx.x / WARP + u * WARPS); }
     __device__ static __forceinline__ int column(int u) { return first(u) + 8 * ((int)threadIdx.x % WARP); }
@@ -61,10 +62,13 @@ template <class S> struct RowUnits {
     static constexpr bool WHOLE = S::DEPTH % (UNIT * WARPS) == 0;  // all lanes have as many elements
     __device__ static __forceinline__ bool has(int u) { return WHOLE || column(u) < S::DEPTH; }
 
-    __device__ __forceinline__ void load_weights(const float* norm) {
+    __device__ __forceinline__ void load_weights(const ChainStage& stage) {
 #pragma unroll
         for (int u = 0; u < EACH; u++)
-            if (has(u)) load8(w[u], norm + column(u));
+            if (has(u)) {
+                load8(w[u], stage.norm + column(u));
+                if (TWICE) load8(w2[TWICE ? u : 0], stage.norm2 + column(u));
+            }
     }
     __device__ __forceinline__ void load(const float* x) {
 #pragma unroll
@@ -76,8 +80,7 @@ template <class S> struct RowUnits {
                 for (int k = 0; k < 8; k++) v[u][k] = w[u][k] = 0;
         }
     }
-    __device__ __forceinline__ void norm(float eps) {
-        __shared__ float squares[WARP];
+    __device__ __forceinline__ void norm(float eps, const float (*weight)[8], float* squares) {
 #pragma unroll
         for (int u = 0; u < EACH; u++) {
             float sum = 0;
@@ -91,7 +94,19 @@ template <class S> struct RowUnits {
 #pragma unroll
         for (int u = 0; u < EACH; u++)
 #pragma unroll
-            for (int k = 0; k < 8; k++) v[u][k] = v[u][k] * factor * w[u][k];
+            for (int k = 0; k < 8; k++) v[u][k] = v[u][k] * factor * weight[u][k];
+    }
+    // Add a row of float32, and let the first block store the sum.
+    __device__ __forceinline__ void add(const ChainStage& stage) {
+#pragma unroll
+        for (int u = 0; u < EACH; u++) {
+            if (!has(u)) continue;
+            float base[8];
+            fresh8(base, stage.base + column(u));
+#pragma unroll
+            for (int k = 0; k < 8; k++) v[u][k] += base[k];
+            if (blockIdx.x == 0 && stage.total) store_floats(v[u], stage.total, column(u), S::DEPTH);
+        }
     }
     __device__ __forceinline__ void store(u8* row) const {
 #pragma unroll
@@ -107,8 +122,10 @@ template <class S> struct RowUnits {
 
 // Compute the row of activations in shared memory; the first block stores it for other kernels.
 template <class S> __device__ __forceinline__ void make_row(const ChainStage& stage, u8* row, RowUnits<S>& units) {
+    __shared__ float squares[2][WARP];
     units.load((const float*)stage.x);
-    if (S::SOURCE == NORMED) units.norm(stage.eps);
+    if (S::SOURCE != QUANTISED) units.norm(stage.eps, units.w, squares[0]);
+    if (S::SOURCE == NORMED_TWICE) units.add(stage), units.norm(stage.eps2, units.w2, squares[1]);
     units.store(row);
     sync_consumers();
     constexpr int nbytes = S::Format::BLOCK == 32 ? S::DEPTH + S::DEPTH / 4 : S::DEPTH + S::DEPTH / 64 + S::DEPTH / 8;

@@ -109,10 +109,9 @@ class _Joiner:
 
 def _makes(row: Row, part: Linears) -> bool:
     """Whether the activations are the row that is made, in a dtype that a chain makes."""
-    if (row.made, row.width) != (part.x, part.depth):
+    if (row.made, row.width, row.made_dtype) != (part.x, part.depth, part.x_dtype):
         return False
-    dtypes = ("f32", "a8_32", "a8_256")
-    return row.made_dtype == part.x_dtype and part.x_dtype.name in dtypes
+    return part.x_dtype.name in ("a8_32", "a8_256") or (part.x_dtype == F32 and not row.base)
 
 
 def _alike(a: Linears, b: Linears) -> bool:
@@ -122,7 +121,8 @@ def _alike(a: Linears, b: Linears) -> bool:
 
 def _overlap(row: Row, part: Linears) -> bool:
     """Whether a block may write a result where another one still reads the row."""
-    return _overlaps((row.x, 4 * row.width), part.results)
+    read = [row.x, row.base] if row.base else [row.x]
+    return any(_overlaps((at, 4 * row.width), part.results) for at in read)
 
 
 def _overlaps(region: tuple[int, int], others: Sequence[tuple[int, int]]) -> bool:

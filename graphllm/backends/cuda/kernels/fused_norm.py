@@ -74,7 +74,8 @@ def norm_quantise(ctx: KernelContext) -> Launch:
     eps = float(ctx.attrs["eps"])
     args = (x.address, x.row_stride, ctx.w.address, targets(forms), ctx.live_address(rows), width,
             eps)  # fmt: skip
-    part = linear_chain.norm_row(ctx, ctx.w, eps, forms[0]) if len(forms) == 1 else None
+    own = [(ctx.w, eps)]
+    part = linear_chain.norm_row(ctx, x, forms[0], own) if len(forms) == 1 else None
     return replace(_launch("norm_quantise", ctx, width, args, ctx.w), part=part)
 
 
@@ -118,7 +119,10 @@ def norm_add_norm(ctx: KernelContext) -> Launch:
         total.address, total.row_stride, targets(forms), ctx.live_address(rows), width,
         float(ctx.attrs["eps"]), float(ctx.attrs["eps2"]),
     )  # fmt: skip
-    return _launch("norm_add_norm", ctx, width, args, ctx.w, ctx.w2)
+    norms = [(ctx.w, float(ctx.attrs["eps"])), (ctx.w2, float(ctx.attrs["eps2"]))]
+    one = len(forms) == 1
+    part = linear_chain.norm_row(ctx, h, forms[0], norms, x, total) if one else None
+    return replace(_launch("norm_add_norm", ctx, width, args, ctx.w, ctx.w2), part=part)
 
 
 def _glu_scratch(node: Tensor, options: Options) -> int:

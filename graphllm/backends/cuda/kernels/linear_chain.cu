@@ -27,19 +27,20 @@ struct Chain {
 #define RECORD_START(STEP) if (first_thread()) atomicMin(&timestamps[STEP].start, clock_ns());
 #define RECORD_READY_OF(STEP) if (first_thread()) atomicMin(&timestamps[STEP].ready, clock_ns());
 #define RECORD_END(STEP) if (threadIdx.x == 0) atomicMax(&timestamps[STEP].end, clock_ns());
-#define SET_TIMES if (first_thread()) timestamps_of_step = timestamps;
+#define SET_TIMESTAMPS if (first_thread()) timestamps_of_step = timestamps;
 #else
 #define STAGE_TIMES
 #define PASS_TIMES
 #define RECORD_START(STEP)
 #define RECORD_READY_OF(STEP)
 #define RECORD_END(STEP)
-#define SET_TIMES
+#define SET_TIMESTAMPS
 #endif
+#undef RECORD_TIMESTAMPS
 #if BLOCK_TIMES
-#define RECORD_BLOCK BlockScope block_scope(block_sample);
+#define RECORD_TIMESTAMPS SET_TIMESTAMPS BlockScope block_scope(block_sample);
 #else
-#define RECORD_BLOCK
+#define RECORD_TIMESTAMPS SET_TIMESTAMPS
 #endif
 
 // ------------------------------------------------------------------------------------ consumers
@@ -53,8 +54,8 @@ struct Consumer {
     SlotCursor at;
     bool any;  // whether there is a token
 
-    // Multiply the rows of a slot, and store the sums of this warp's part.
-    template <class S> __device__ __forceinline__ void multiply(const Activated<S>& x, const Planes& start, int done, int n) {
+    // Multiply the rows of a slot, `row` and n - 1 more of a matrix, and store the sums of this warp's part.
+    template <class S> __device__ __forceinline__ void multiply(const Activated<S>& x, const Planes& start, int row, int done, int n) {
         typedef typename S::Format W;
         typedef typename S::Sum Sum;
         const int lane = threadIdx.x % WARP, group = lane / S::ROW_LANES, own = lane % S::ROW_LANES;
@@ -64,8 +65,9 @@ struct Consumer {
 #pragma unroll
         for (int p = 0; p < S::PASSES; p++) {
             const int r = p * S::GROUPS % S::ROWS, of = at.slot * SLOT_NBYTES + p * S::GROUPS / S::ROWS * S::matrix_nbytes();
-            Planes from = {start.a + of + r * S::plane_nbytes(0), start.b + of + r * S::plane_nbytes(1),
-                           start.c + of + r * S::plane_nbytes(2), start.d + of + r * S::plane_nbytes(3)};
+            Planes from = {start.a + of + r * S::plane_nbytes(0), start.b + of + r * S::plane_nbytes(1) + S::before(1, row),
+                           start.c + of + r * S::plane_nbytes(2) + S::before(2, row),
+                           start.d + of + r * S::plane_nbytes(3) + S::before(3, row)};
 #pragma unroll
             for (int i = 0; i < S::ITEMS; i++) {
                 W w;
@@ -121,7 +123,7 @@ struct Consumer {
 #pragma unroll 1
         for (int next = rows.first; next < rows.end; next += n) {
             n = rows.count(next);
-            multiply<S>(activated, start, next - rows.first, n);
+            multiply<S>(activated, start, rows.in_matrix(next), next - rows.first, n);
         }
         sync_consumers();
         if (any)
@@ -151,7 +153,7 @@ struct Consumer {
         RECORD_START(S::SOURCE == AS_IS ? S::STEP : S::SOURCE_STEP)
 #if INTEGER
         RowUnits<S> units;
-        if (S::SOURCE == NORMED) units.load_weights(stage.norm);
+        if (S::SOURCE == NORMED || S::SOURCE == NORMED_TWICE) units.load_weights(stage);
 #endif
         if (first)
             wait_for_previous();
@@ -189,8 +191,7 @@ __device__ __forceinline__ void request_all(Producer& producer, const ChainStage
 
 extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1)
     linear_chain(const __grid_constant__ Chain chain, const i64* live, u64* arrivals, int most, int slots TIMESTAMPS) {
-    SET_TIMES
-    RECORD_BLOCK
+    RECORD_TIMESTAMPS
     launch_next();
     extern __shared__ __align__(128) u8 ring[];
     if (threadIdx.x >= THREADS) {

@@ -27,11 +27,12 @@ FORMATS = (
 WARPS = 8  # of a block, that multiply
 MAX_LINEARS = 8  # of a launch: its arguments take at most 4 KB
 _MAX_SLOTS = 32  # as in linear_chain.cu
-_MIN_ITEMS = 48  # of a row: with fewer, most lanes have none
+_MIN_ITEMS = 16  # of a row: with fewer, few lanes have any
 _LANE_ELEMENTS = 128  # of a row of activations, that the registers of a lane hold
-_MIN_NBYTES = 2 << 20  # of a launch's weights: fewer are read while other kernels fill their rings
+_MIN_NBYTES = 64 << 10  # of a launch's weights: smaller matrices do not occupy a GPU
 _LEAST_SHARED = 200 << 10  # bytes of shared memory of a block at most: small rings are slow
 _OTHERS_SHARED = 36 << 10  # of these for the kernels that run meanwhile
+_HALF_SHARED = 116 << 10  # of these, more than half, so that a multiprocessor has one block
 _SLOT_NBYTES, _MOST_SLOT_NBYTES = 40 << 10, 64 << 10  # that suffice, and at most
 _PASSES = 8  # rows of a slot that a lane multiplies, one after the other
 _NORM_WIDTH = 8192  # elements of a norm at most: 32 units
@@ -91,22 +92,24 @@ class Linears:
 
 @dataclass(frozen=True)
 class Row:
-    """What a launch computes of a row of float32: a norm, a quantized row, or both.
+    """What a launch computes of a row of float32: a norm, a quantized row, or both. With two norms,
+    the second one is that of the sum of ``base`` and the first.
 
     Attributes:
         x: address of the row.
-        weight: the norm's weight; None: no norm.
-        eps: of the norm.
         made, made_dtype: address and dtype of the result.
         width: elements.
+        norms: weight and eps of each norm, at most two.
+        base, total: addresses of the row that is added to the first norm of two, and of the sum.
     """
 
     x: int
-    weight: OperandRef | None
-    eps: float
     made: int
     made_dtype: DType
     width: int
+    norms: tuple[tuple[OperandRef, float], ...] = ()
+    base: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,11 +125,11 @@ class Stage:
 
 def shape(kind: DType, depth: int, gated: bool) -> Shape | None:
     """The shape for a matrix, which leaves the fewest lanes without items; None if its rows are too
-    short or too long, or cannot be copied apart from others."""
+    short or too long, or have parts of items."""
     planes, each = row_plane_nbytes(kind, depth), item_elements(kind)
     items, matrices = depth // each, 2 if gated else 1
     whole = depth % kind.block == 0 and depth % each == 0
-    if not whole or items < _MIN_ITEMS or any(nbytes % 16 for nbytes in planes):
+    if not whole or items < _MIN_ITEMS or planes[0] % 16:
         return None
     found = [
         (WARPS * lanes * own, own, lanes)
@@ -143,7 +146,7 @@ def shape(kind: DType, depth: int, gated: bool) -> Shape | None:
         2 * rows * matrices * sum(planes) <= _SLOT_NBYTES
     ):
         rows *= 2
-    nbytes = matrices * sum(ceil(rows * n, 128) * 128 for n in planes)
+    nbytes = matrices * sum(ceil(rows * n + (30 if n % 16 else 0), 128) * 128 for n in planes)
     return Shape(items, lanes, own, rows, nbytes)
 
 
@@ -179,14 +182,20 @@ def launch(ctx: KernelContext, jobs: Sequence[Job], act: int) -> Launch | None:
     return chain([Stage(part, None, False, 0, 0)], ctx.device)
 
 
-def norm_row(ctx: KernelContext, weight: OperandRef, eps: float, made: OperandRef) -> Row | None:
-    """The norm of a row, if it can be a part of a chain."""
-    x = ctx.x
-    aligned = x.address % 16 == 0 and weight.address % 16 == 0
-    fits = x.width <= _NORM_WIDTH and x.meta.inner == (x.width,) and aligned
-    if ctx.upper_bound(x.meta.rows) > 1 or ctx.deterministic or not fits or x.width % 8:
+def norm_row(
+    ctx: KernelContext, x: OperandRef, made: OperandRef,
+    norms: Sequence[tuple[OperandRef, float]], base: OperandRef | None = None,
+    total: OperandRef | None = None,
+) -> Row | None:  # fmt: skip
+    """The norm of a row, or two, if it can be a part of a chain; see `Row`."""
+    refs = [ref for ref in (x, made, base, total, *(w for w, _ in norms)) if ref is not None]
+    fits = x.width <= _NORM_WIDTH and x.width % 8 == 0 and x.meta.inner == (x.width,)
+    aligned = all(ref.address % 16 == 0 for ref in refs)
+    if ctx.upper_bound(x.meta.rows) > 1 or ctx.deterministic or not fits or not aligned:
         return None
-    return Row(x.address, weight, eps, made.address, made.dtype, x.width)
+    added = base.address if base is not None else 0
+    stored = total.address if total is not None else 0
+    return Row(x.address, made.address, made.dtype, x.width, tuple(norms), added, stored)
 
 
 def quantised_row(ctx: KernelContext, x: int, made: OperandRef) -> Row | None:
@@ -194,7 +203,7 @@ def quantised_row(ctx: KernelContext, x: int, made: OperandRef) -> Row | None:
     alone = made.meta.inner == (made.width,) and ctx.upper_bound(made.meta.rows) == 1
     if not alone or ctx.deterministic or x % 16:
         return None
-    return Row(x, None, 0.0, made.address, made.dtype, made.width)
+    return Row(x, made.address, made.dtype, made.width)
 
 
 def _has_room(capability: tuple[int, int]) -> bool:
@@ -207,7 +216,7 @@ def _has_room(capability: tuple[int, int]) -> bool:
 def chain(stages: Sequence[Stage], device: CudaDevice) -> Launch:
     """The launch of a chain."""
     gpu = device.gpu
-    blocks = min([gpu.processors, *(stage.linears.rows for stage in stages)])
+    blocks = gpu.processors
     most = max(ceil(s.linears.rows, blocks) * (2 if s.linears.gated else 1) for s in stages)
     slot = max(stage.linears.shape.slot_nbytes for stage in stages)
     integer = stages[0].linears.x_dtype != F32
@@ -218,10 +227,10 @@ def chain(stages: Sequence[Stage], device: CudaDevice) -> Launch:
     before = [None, *(stage.row for stage in stages)]
     argument = b"".join(_argument(s, s.row is not row) for s, row in zip(stages, before))
     args = (argument, stages[0].linears.live, device.arrivals(blocks), most, slots)
-    norms = [s.row.weight for s in stages if s.row is not None and s.row.weight is not None]
+    norms = [w for s in stages if s.row is not None for w, _ in s.row.norms]
     return Launch(
         kernel(tuple(map(_macro, stages)), integer), (blocks,), (32 * (WARPS + 1),), args,
-        slots * slot + row + 4 * WARPS * most, shared_percent=MOSTLY_SHARED,
+        max(slots * slot + row + 4 * WARPS * most, _HALF_SHARED), shared_percent=MOSTLY_SHARED,
         prefetches=[*norms, *(w for stage in stages for w in stage.linears.weights)],
         part=stages[0].linears if len(stages) == 1 and stages[0].row is None else None,
     )  # fmt: skip
@@ -229,17 +238,19 @@ def chain(stages: Sequence[Stage], device: CudaDevice) -> Launch:
 
 def _argument(stage: Stage, stores: bool) -> bytes:
     """The argument of a stage; ``stores``: whether the row that is made is stored."""
-    own, row = stage.linears, stage.row
-    norm = row.weight.address if row is not None and row.weight is not None else 0
+    own, row = stage.linears, stage.row or Row(stage.linears.x, 0, F32, 0)
+    none = (None, 0.0)
+    (norm, eps), (norm2, eps2) = (*row.norms, none, none)[:2]
     return _STAGE.pack(
-        x=own.x if row is None else row.x, norm=norm, row=row.made if row and stores else 0,
-        all=own.matrices, eps=row.eps if row else 0.0, act=own.act,
+        x=row.x, norm=norm.address if norm else 0, norm2=norm2.address if norm2 else 0,
+        base=row.base, total=row.total if stores else 0, row=row.made if stores else 0,
+        all=own.matrices, eps=eps, eps2=eps2, act=own.act,
     )  # fmt: skip
 
 
 def _macro(stage: Stage) -> str:
     own, row = stage.linears, stage.row
-    source = "AS_IS" if row is None else "NORMED" if row.weight is not None else "QUANTISED"
+    source = "AS_IS" if row is None else ("QUANTISED", "NORMED", "NORMED_TWICE")[len(row.norms)]
     steps = stage.row_step, stage.step
     return _stage_macro(own.kind, own.shape, own.gated, source, stage.barrier, *steps)
 
@@ -264,10 +275,14 @@ def register() -> None:
     lanes, so that tests compile them; a plan compiles its own."""
     for name in FORMATS:
         kind, stages = dtype(name), list[str]()
-        sources = ("AS_IS",) if name in ROW_FORMATS else ("AS_IS", "NORMED", "QUANTISED")
+        sources = ("AS_IS", "NORMED", "QUANTISED", "NORMED_TWICE")[
+            : 1 if name in ROW_FORMATS else 4
+        ]
         for i, (items, gated) in enumerate(product((64, 192, 448), (False, True))):
             source = sources[i % (2 if name in PLAIN else len(sources))]
             own = shape(kind, items * item_elements(kind), gated)
-            if own is not None and (source != "NORMED" or own.row_items < 448):
+            if own is not None and (
+                "NORMED" not in source or items * item_elements(kind) <= _NORM_WIDTH
+            ):
                 stages.append(_stage_macro(kind, own, gated, source, bool(stages), 0, 0))
         kernel(stages, name not in PLAIN)

@@ -8,7 +8,8 @@
 
 constexpr int MAX_SLOTS = 32, THREADS = WARP * WARPS;  // the latter of consumers
 
-enum Source { AS_IS, NORMED, QUANTISED };  // activations, or what they are computed of: float32 each
+// Activations, or what is done with float32 to get them. NORMED_TWICE: the norm of a sum with a norm.
+enum Source { AS_IS, NORMED, QUANTISED, NORMED_TWICE };
 
 // A linear of up to three matrices of the format W, whose rows are numbered consecutively, or a gated unit of two.
 // ROW_ITEMS: items of a row. LANES: lanes of a warp that share a row. ITEMS: items of each row that a lane multiplies.
@@ -29,10 +30,14 @@ struct Linear {
     // Bytes of a row in plane p.
     __device__ static constexpr int plane_nbytes(int p) { return p ? W::STEPS[p - 1] * ROW_ITEMS / WARP : 16 * ROW_ITEMS; }
     // Where plane p of a slot begins. Copies to addresses that are not multiples of 128 take up to 1.5 times as long.
+    // Copies have whole units of 16 bytes, so that up to 30 bytes of other rows surround those of the slot.
     __device__ static constexpr int plane_at(int p) {
-        return p ? plane_at(p - 1) + (ROWS * plane_nbytes(p - 1) + 127) / 128 * 128 : 0;
+        return p ? plane_at(p - 1) + (ROWS * plane_nbytes(p - 1) + (apart(p - 1) ? 0 : 30) + 127) / 128 * 128 : 0;
     }
-    __device__ static constexpr int row_nbytes() { return plane_nbytes(0) + plane_nbytes(1) + plane_nbytes(2) + plane_nbytes(3); }
+    // Whether each row of plane p begins at a multiple of 16 bytes.
+    __device__ static constexpr bool apart(int p) { return plane_nbytes(p) % 16 == 0; }
+    // Bytes in plane p of a slot before those of its first row.
+    __device__ static constexpr int before(int p, int row) { return apart(p) ? 0 : row * plane_nbytes(p) % 16; }
     // Bytes of a slot, and of each matrix in it.
     __device__ static constexpr int matrix_nbytes() { return plane_at(4); }
     __device__ static constexpr int slot_nbytes() { return MATRICES * plane_at(4); }
@@ -62,6 +67,10 @@ template <class S> struct BlockRows {
         const u32 each = (u32)ends[2] / gridDim.x, rest = (u32)ends[2] % gridDim.x;  // the first blocks have one more
         first = (int)(each * blockIdx.x + min(blockIdx.x, rest));
         end = first + (int)(each + (blockIdx.x < rest));
+    }
+    // The number of row `at` in its matrix.
+    __device__ __forceinline__ int in_matrix(int at) const {
+        return at < ends[0] ? at : at < ends[1] ? at - ends[0] : at - ends[1];
     }
     // Rows of the slot whose first row is `at`.
     __device__ __forceinline__ int count(int at) const {
@@ -119,14 +128,16 @@ struct Producer {
         for (int next = rows.first; next < rows.end; next += n) {
             if (synced) wait_barrier(released + at.slot, at.parity);
             n = rows.count(next);
-            if (lane == 0) arrive_for_copies(full + at.slot, n * S::MATRICES * S::row_nbytes());
-            __syncwarp();
             int row = next;
             Matrix m = all.m[S::MATRICES == 2 && matrix ? 1 : 0];
             if (S::MATRICES == 1) find_matrix<1>(all, row, m);
             const u8* const from = plane == 0 ? m.w.a : plane == 1 ? m.w.b : plane == 2 ? m.w.c : m.w.d;
             u8* const to = ring + at.slot * SLOT_NBYTES + matrix * S::matrix_nbytes() + place;
-            if (requests) copy_bytes(to, from + (size_t)row * nbytes, n * nbytes, full + at.slot);
+            const i64 begin = (i64)row * nbytes / 16 * 16, end = ((i64)(row + n) * nbytes + 15) / 16 * 16;
+            const int copied = requests ? (int)(end - begin) : 0, total = warp_sum(copied);
+            if (lane == 0) arrive_for_copies(full + at.slot, total);
+            __syncwarp();
+            if (requests) copy_bytes(to, from + begin, copied, full + at.slot);
             at.advance();
             if (!synced && at.slot == 0) sync_block(), synced = true;
         }

@@ -63,7 +63,7 @@ _RULES: dict[str, Any] = {
 def rms_norm(ctx: KernelContext) -> Launch:
     (each, block), eps = register_units(ctx.x.meta.inner[-1]), float(ctx.attrs["eps"])
     made = _launch(ctx, f"rms_norm_{each}", ("w",), eps, block=block)
-    return replace(made, part=linear_chain.norm_row(ctx, ctx.w, eps, ctx.out))
+    return replace(made, part=linear_chain.norm_row(ctx, ctx.x, ctx.out, [(ctx.w, eps)]))
 
 
 def _lower_layer_norm(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
