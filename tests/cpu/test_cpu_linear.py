@@ -25,7 +25,7 @@ from graphllm.formats import ROW_FORMATS, activations, quantization
 from graphllm.graph.dtype import DType, dtype
 from graphllm.graph.tensor import Meta, feed, scope, weight
 
-TOKENS = (0, 1, 2, 5, 7, 8, 17, 31, 37, MOST)
+TOKENS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 31, 37, MOST)
 ROWS = (1, 15, 16, 33, 640)
 PLAIN = ("f32", "f16", "bf16")
 FOREIGN = DType("iq2_xxs", 256, 66)  # a format that nothing here reads

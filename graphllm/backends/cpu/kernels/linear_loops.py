@@ -18,6 +18,7 @@ from .linear_float import (
     WIDE_FLOAT_GROUPS,
     WIDE_FLOAT_TOKENS,
 )
+from .linear_gathered_loops import gathers, make_gathered_loops, multiplies_few
 from .linear_integer import CHUNK, PANEL
 from .linear_microkernels import (
     amx_configure,
@@ -27,11 +28,8 @@ from .linear_microkernels import (
     amx_unpack,
     fused,
     fused_float,
-    gather,
     gather_floats,
     gathered_float_tile,
-    gathered_tiles,
-    gathered_unpack,
     tile,
     tile_float,
     unpack,
@@ -46,6 +44,7 @@ from .token_tiles import (
     WIDE_GROUPS,
     WideLoops,
     following_chunk,
+    no_gemm,
     no_gemv,
     token_tiles,
     zero_results,
@@ -65,6 +64,8 @@ def _integer(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
         blocks = k // block
         fused(code, w + g * blocks * nbytes, blocks, x, x + k, x + k + 4 * blocks, c)
 
+    if gathers() and multiplies_few(name):
+        return gemv, no_gemm, 0
     if most == 0:
         return gemv, _unpacking_gemm(name, groups, tokens), groups * PANEL
     in_place = _in_place_gemm(name, groups, tokens)
@@ -210,7 +211,8 @@ def make_loops(name: str, floating: bool, groups: int, tokens: int) -> tuple[Any
 
     Returns:
         ``gemv(w, g, x, k, c)`` for one token (or `no_gemv`),
-        ``gemm(w, g, last, x, rows, k, panel, c, count)`` for several, and the bytes of its panels.
+        ``gemm(w, g, last, x, rows, k, panel, c, count)`` for several (or `no_gemm`, if those of
+        `make_wide_loops` serve all of them), and the bytes of its panels.
     """
     if name in ROW_FORMATS:
         return make_row_loops(name, floating, groups, tokens)
@@ -225,38 +227,9 @@ def make_wide_loops(name: str, floating: bool) -> WideLoops:
         return _gathered_floats(name)
     if not floating and isa().amx:
         return _amx(name)
-    if not floating and isa().avx2 and not isa().avx512 and not isa().vnni:
-        return _gathered(name)
+    if not floating and gathers():
+        return make_gathered_loops(name)
     return NO_WIDE_LOOPS
-
-
-def _gathered(name: str) -> WideLoops:
-    """`make_wide_loops` for AVX2: see `simd.linear_gathered`."""
-    from ..simd.linear_gathered import MOST_TOKENS, PANEL_BYTES, RECORD_BYTES, TILE_TOKENS
-
-    form = FORMATS[name]
-    least = 12 if form.in_place_tokens(isa()) else 8  # weights that are read in place need no copy
-    code, block, nbytes, per_chunk = form.code, form.block, form.nbytes, CHUNK // form.block
-    records = MOST_TOKENS * RECORD_BYTES
-
-    @helper
-    def gemm(w, g, last, x, rows, k, space, c, count):
-        panel, blocks = space + records, k // block
-        results = (count + TILE_TOKENS - 1) // TILE_TOKENS * TILE_TOKENS * VECTOR
-        for b in range(0, blocks, per_chunk):
-            size = min(per_chunk, blocks - b)
-            gather(code, x, k, b * block, size, rows, count, space)
-            for group in range(g, last):
-                to = c + (group - g) * GROUP_RESULTS
-                if b == 0:
-                    zero_results(to, results)
-                gathered_unpack(code, w + (group * blocks + b) * nbytes, panel, size)
-                ahead = w + ((group + 1) * blocks + b) * nbytes
-                if group + 1 == last:
-                    ahead = w + (g * blocks + b + per_chunk) * nbytes
-                gathered_tiles(code, panel, size, space, count, to, ahead)
-
-    return WideLoops(gemm, records + PANEL_BYTES, MOST_TOKENS, least, TILE_TOKENS, 1)
 
 
 def _gathered_floats(name: str) -> WideLoops:

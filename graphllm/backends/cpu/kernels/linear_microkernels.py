@@ -10,7 +10,8 @@ Results are accumulated at ``c``: f32 [tokens][groups][16]. ``q``, ``d`` and ``s
 of the int8 values, scales and sums of a row of activations (layout: `graphllm.graph.dtype`); in
 tiles the int64 at ``rows`` are the byte offsets of each token's row. All arguments are int64;
 arguments that select code are literals. The code is emitted by `linear_integer`,
-`linear_one_token` and `linear_float`.
+`linear_one_token` and `linear_float`; on AVX2, also by `simd.linear_gathered` and
+`simd.linear_few_tokens`.
 """
 
 from __future__ import annotations
@@ -104,9 +105,9 @@ def amx_tiles(typingctx, fmt, panels, blocks, activations, meta, count, c, ahead
 @intrinsic(prefer_literal=True)
 def gather(typingctx, fmt, x, k, at, blocks, rows, count, records):
     """Gather ``count`` tokens' activations of ``blocks`` blocks from column ``at`` on."""
-    from ..simd import linear_gathered  # for AVX2 alone
+    from ..simd import activation_records  # for AVX2 alone
 
-    return _emitted((fmt,), 7, linear_gathered.gather)
+    return _emitted((fmt,), 7, activation_records.gather)
 
 
 @intrinsic(prefer_literal=True)
@@ -123,6 +124,14 @@ def gathered_tiles(typingctx, fmt, panel, blocks, records, count, c, ahead):
     from ..simd import linear_gathered  # for AVX2 alone
 
     return _emitted((fmt,), 6, linear_gathered.tiles)
+
+
+@intrinsic(prefer_literal=True)
+def few_tokens_tile(typingctx, fmt, tokens, w, blocks, records, c):
+    """c [tokens][16] += packed blocks, at most `CHUNK` columns, times gathered activations."""
+    from ..simd import linear_few_tokens  # for AVX2 alone
+
+    return _emitted((fmt, tokens), 4, linear_few_tokens.tile)
 
 
 @intrinsic(prefer_literal=True)

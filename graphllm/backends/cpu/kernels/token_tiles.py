@@ -26,6 +26,11 @@ def no_gemv(w, g, x, k, c):
     """Stands for the missing GEMV of formats whose GEMM also serves a single token."""
 
 
+@helper
+def no_gemm(w, g, last, x, rows, k, panel, c, count):
+    """Stands for the missing GEMM of formats whose wide loops serve all numbers of tokens."""
+
+
 def token_tiles(groups: int, tokens: int, make_tile: Callable[[int], Any]) -> Any:
     """Make a helper that goes over ``count`` tokens in tiles of ``tokens`` and smaller ones.
 

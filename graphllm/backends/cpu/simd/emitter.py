@@ -223,6 +223,11 @@ class Emitter(VectorBuilder):
         ]
         return self.b.shuffle_vector(*parts, whole)
 
+    def shl_i16(self, x: Value, count: int) -> Value:
+        """Shift int16 lanes left."""
+        by = ir.Constant(WORDS, [count] * WORDS.count)
+        return self.b.bitcast(self.b.shl(self.b.bitcast(x, WORDS), by), I32S)
+
     def multiply_i16(self, x: Value, y: Value) -> Value:
         """Low halves of the products of int16 lanes."""
         words = self.b.mul(self.b.bitcast(x, WORDS), self.b.bitcast(y, WORDS))
