@@ -104,6 +104,19 @@ def test_more_tokens_than_a_pass(name, k, monkeypatch):
     assert np.array_equal(product(x[:300]), got[:300])
 
 
+@pytest.mark.parametrize("name, k", [("q8_0", 9248), ("q5_1", 2592), ("q6_k", 8448)])
+def test_more_columns_than_a_pass_of_few_tokens(name, k):
+    """On AVX2, the records of few tokens have space for 2,560 to 8,192 columns."""
+    kind = dtype(name)
+    raw, x = any_bits(kind, 33, k), activation(k, 12)
+    product = Product(raw, kind, k)
+    got = product(x)
+    alone = np.concatenate([product(x[t : t + 1]) for t in range(12)])
+    assert np.array_equal(got, alone)
+    for tokens in (2, 4, 7, 9):
+        assert np.array_equal(product(x[:tokens]), alone[:tokens]), f"{tokens} tokens"
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_pack_pads_with_the_last_row(name):
     kind = dtype(name)
