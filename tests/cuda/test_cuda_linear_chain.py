@@ -120,6 +120,13 @@ def test_norms_before_and_after_a_residual_are_stages(paper):
     ]
 
 
+def test_a_ring_has_room_beside_the_sums_of_the_rows_of_a_block(paper):
+    """Of a head with 262,144 rows the 72 multiprocessors have 3,641 rows each: it has no ring."""
+    own = plan_on_paper(paper((9, 0), CHAINS), "gemma3-270m", "q4_k_m")
+    assert max(w.shared for w in own) <= max_shared((9, 0))
+    assert [w.function.module.file for w in own].count("gemv.cu") == 1
+
+
 @pytest.mark.parametrize(
     "capability, model, tokens, options",
     [((9, 0), "llama-1b", 1, Options()), ((8, 9), "llama-1b", 1, CHAINS),

@@ -18,15 +18,7 @@ __device__ __forceinline__ float fresh(const float* at) {
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
     return v;
 }
-__device__ __forceinline__ void fresh8(float* v, const float* at) {
-    const float4 a = fresh4(at), b = fresh4(at + 4);
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-}
-
-__device__ __forceinline__ void load8(float* v, const float* at) {
-    const float4 a = ((const float4*)at)[0], b = ((const float4*)at)[1];
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-}
+__device__ __forceinline__ void fresh8(float* v, const float* at) { unpack8(v, fresh4(at), fresh4(at + 4)); }
 
 // The factor of an RMS norm from the sums of squares of its units, added as norm.cuh adds them.
 __device__ __forceinline__ float factor_of(const float* units, int count, int width, float eps) {
@@ -34,17 +26,16 @@ __device__ __forceinline__ float factor_of(const float* units, int count, int wi
     return rms_factor(warp_sum(lane < count ? units[lane] : 0), width, eps);
 }
 
-template <class S> struct Activated {
+// The activations of the items that a lane multiplies.
+template <class S> struct LaneActivations {
     typedef typename S::Format W;
     Activations<W> a[S::ITEMS] = {};
 
-    // Load what this warp and lane multiply from a row of activations.
-    __device__ __forceinline__ void load(const u8* row, int item) {
+    // Load them from a row of activations.
+    __device__ __forceinline__ void load(const u8* row) {
 #pragma unroll
-        for (int i = 0; i < S::ITEMS; i++) {
-            const int j = item + S::ROW_LANES * i;
-            if (S::WHOLE || j < S::COUNT) a[i].load(Activations<W>::place(row, S::DEPTH, j), true);
-        }
+        for (int i = 0; i < S::ITEMS; i++)
+            if (S::has_item(i)) a[i].load(Activations<W>::place(row, S::DEPTH, S::item(i)), true);
     }
 };
 
@@ -64,11 +55,16 @@ template <class S> struct RowUnits {
 
     __device__ __forceinline__ void load_weights(const ChainStage& stage) {
 #pragma unroll
-        for (int u = 0; u < EACH; u++)
-            if (has(u)) {
-                load8(w[u], stage.norm + column(u));
-                if (TWICE) load8(w2[TWICE ? u : 0], stage.norm2 + column(u));
-            }
+        for (int u = 0; u < EACH; u++) {
+            load_unit(w[u], stage.norm, u);
+            if (TWICE) load_unit(w2[TWICE ? u : 0], stage.norm2, u);
+        }
+    }
+    __device__ static __forceinline__ void load_unit(float* to, const float* row, int u) {
+#pragma unroll
+        for (int k = 0; k < 8; k++) to[k] = 0;
+        const float4* at = (const float4*)(row + column(u));
+        if (has(u)) unpack8(to, at[0], at[1]);
     }
     __device__ __forceinline__ void load(const float* x) {
 #pragma unroll
@@ -77,7 +73,7 @@ template <class S> struct RowUnits {
                 fresh8(v[u], x + column(u));
             else
 #pragma unroll
-                for (int k = 0; k < 8; k++) v[u][k] = w[u][k] = 0;
+                for (int k = 0; k < 8; k++) v[u][k] = 0;
         }
     }
     __device__ __forceinline__ void norm(float eps, const float (*weight)[8], float* squares) {
@@ -135,19 +131,18 @@ template <class S> __device__ __forceinline__ void make_row(const ChainStage& st
 }
 #else
 // A row of float32 is multiplied as it is, or normed by every warp for the part that it multiplies.
-template <class S> __device__ __forceinline__ void load_floats_of(const ChainStage& stage, int item, Activated<S>& to) {
-    constexpr int EIGHTS = S::Format::ITEM / 8;
-    static_assert(S::Format::ITEM % 8 == 0, "items of eight elements");
-    float4 w[S::ITEMS][2 * EIGHTS];
+template <class S> __device__ __forceinline__ void load_floats_of(const ChainStage& stage, LaneActivations<S>& to) {
+    static_assert(S::Format::ITEM == 8, "two vectors of float32");
+    float4 w[S::ITEMS][2];
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < S::ITEMS; i++) {
-        const int j = item + S::ROW_LANES * i;
-        if (!S::WHOLE && j >= S::COUNT) continue;
+        if (!S::has_item(i)) continue;
 #pragma unroll
-        for (int e = 0; e < 2 * EIGHTS; e++) {
-            to.a[i].x[e] = fresh4((const float*)stage.x + S::Format::ITEM * j + 4 * e);
-            if (S::SOURCE == NORMED) w[i][e] = ((const float4*)(stage.norm + S::Format::ITEM * j))[e];
+        for (int e = 0; e < 2; e++) {
+            const int at = 8 * S::item(i) + 4 * e;
+            to.a[i].x[e] = fresh4((const float*)stage.x + at);
+            if (S::SOURCE == NORMED) w[i][e] = *(const float4*)(stage.norm + at);
         }
     }
     if (S::SOURCE != NORMED) return;
@@ -155,7 +150,7 @@ template <class S> __device__ __forceinline__ void load_floats_of(const ChainSta
 #pragma unroll
     for (int i = 0; i < S::ITEMS; i++)
 #pragma unroll
-        for (int e = 0; e < 2 * EIGHTS; e++) {
+        for (int e = 0; e < 2; e++) {
             const float4 v = to.a[i].x[e];  // zeros where there is no item
             sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
         }
@@ -166,14 +161,14 @@ template <class S> __device__ __forceinline__ void load_floats_of(const ChainSta
     const float factor = factor_of(squares, WARPS, S::DEPTH, stage.eps);
 #pragma unroll
     for (int i = 0; i < S::ITEMS; i++) {
-        if (!S::WHOLE && item + S::ROW_LANES * i >= S::COUNT) continue;
+        if (!S::has_item(i)) continue;
 #pragma unroll
-        for (int e = 0; e < 2 * EIGHTS; e++) {
+        for (int e = 0; e < 2; e++) {
             float4& v = to.a[i].x[e];
             const float4 g = w[i][e];
             v = make_float4(v.x * factor * g.x, v.y * factor * g.y, v.z * factor * g.z, v.w * factor * g.w);
             if (blockIdx.x == 0 && stage.row && threadIdx.x % WARP < S::ROW_LANES)
-                ((float4*)stage.row)[2 * EIGHTS * (item + S::ROW_LANES * i) + e] = v;
+                ((float4*)stage.row)[2 * S::item(i) + e] = v;
         }
     }
 }

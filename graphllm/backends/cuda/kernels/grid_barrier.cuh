@@ -5,7 +5,7 @@
 // equally many blocks.
 struct GridBarrier {
     u64* arrivals;
-    u64 all;  // arrivals when the present barrier ends; 0 before the first one of the launch
+    u64 target;  // arrivals when the present barrier ends; 0 before the first one of the launch
 
     // By the first thread of each block, between two barriers of the block. What the threads of all blocks have
     // written before is visible after it, except through the L1 cache.
@@ -13,9 +13,9 @@ struct GridBarrier {
         u64 before, seen;
         asm volatile("fence.acq_rel.gpu;" ::: "memory");
         asm volatile("atom.add.relaxed.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(arrivals) : "memory");
-        all = all ? all + gridDim.x : before - before % gridDim.x + gridDim.x;
+        target = target ? target + gridDim.x : before - before % gridDim.x + gridDim.x;
         do {
             asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(arrivals) : "memory");
-        } while (seen < all);
+        } while (seen < target);
     }
 };

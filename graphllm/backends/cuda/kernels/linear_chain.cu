@@ -55,11 +55,10 @@ struct Consumer {
     bool any;  // whether there is a token
 
     // Multiply the rows of a slot, `row` and n - 1 more of a matrix, and store the sums of this warp's part.
-    template <class S> __device__ __forceinline__ void multiply(const Activated<S>& x, const Planes& start, int row, int done, int n) {
+    template <class S> __device__ __forceinline__ void multiply(const LaneActivations<S>& x, const Planes& start, int row, int done, int n) {
         typedef typename S::Format W;
         typedef typename S::Sum Sum;
-        const int lane = threadIdx.x % WARP, group = lane / S::ROW_LANES, own = lane % S::ROW_LANES;
-        const int warp = threadIdx.x / WARP, item = warp * S::ROW_LANES * S::ITEMS + own;
+        const int own = S::row_lane(), warp = threadIdx.x / WARP;
         wait_barrier(full + at.slot, at.parity);
         Sum sums[S::PASSES] = {};
 #pragma unroll
@@ -71,7 +70,7 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < S::ITEMS; i++) {
                 W w;
-                if (S::WHOLE || item + S::ROW_LANES * i < S::COUNT) {
+                if (S::has_item(i)) {
                     w.load(from);
                     sums[p] += product(w, own, x.a[i]);
                 }
@@ -79,11 +78,11 @@ struct Consumer {
             }
         }
         __syncwarp();
-        if (lane == 0) arrive(released + at.slot);
+        if (threadIdx.x % WARP == 0) arrive(released + at.slot);
         at.advance();
         const Sum total = warp_sums<S::PASSES, S::ROW_LANES>(sums, own);
         constexpr int EACH = S::ROW_LANES / S::PASSES;  // lanes with the same sum
-        const int sum = own / EACH * S::GROUPS + group, r = sum % S::ROWS;
+        const int sum = own / EACH * S::GROUPS + S::group(), r = sum % S::ROWS;
         if (own % EACH == 0 && r < n) ((Sum*)parts)[warp * most + (done + r) * S::MATRICES + sum / S::ROWS] = total;
     }
 
@@ -108,14 +107,13 @@ struct Consumer {
         return m.residual ? sum + fresh((const float*)m.residual + at) : sum;
     }
 
-    template <class S> __device__ __forceinline__ void run(const ChainStage& stage, const u8* x, const Activated<S>& activated) {
+    template <class S> __device__ __forceinline__ void run(const ChainStage& stage, const u8* x, const LaneActivations<S>& activated) {
         const BlockRows<S> rows(stage.all);
-        const int lane = threadIdx.x % WARP, group = lane / S::ROW_LANES;
-        const int item = threadIdx.x / WARP * S::ROW_LANES * S::ITEMS + lane % S::ROW_LANES;
+        const int group = S::group();
         const Planes start = S::Format::item({ring + group * S::plane_nbytes(0), ring + S::plane_at(1) + group * S::plane_nbytes(1),
                                               ring + S::plane_at(2) + group * S::plane_nbytes(2),
                                               ring + S::plane_at(3) + group * S::plane_nbytes(3)},
-                                             item);
+                                             S::item(0));
         float more = 0;
         const int mine = rows.first + threadIdx.x;
         if (S::MATRICES == 1 && mine < rows.end) more = added(stage.all, mine);
@@ -146,11 +144,9 @@ struct Consumer {
     }
 
     template <class S> __device__ __forceinline__ void stage(const ChainStage& stage, bool first STAGE_TIMES) {
-        const int own = threadIdx.x % WARP % S::ROW_LANES;
-        const int item = threadIdx.x / WARP * S::ROW_LANES * S::ITEMS + own;
-        Activated<S> x;
+        LaneActivations<S> x;
         const u8* from = stage.x;
-        RECORD_START(S::SOURCE == AS_IS ? S::STEP : S::SOURCE_STEP)
+        RECORD_START(S::SOURCE_STEP)
 #if INTEGER
         RowUnits<S> units;
         if (S::SOURCE == NORMED || S::SOURCE == NORMED_TWICE) units.load_weights(stage);
@@ -159,12 +155,12 @@ struct Consumer {
             wait_for_previous();
         else if (S::BARRIER)
             sync_grid();
-        RECORD_READY_OF(S::SOURCE == AS_IS ? S::STEP : S::SOURCE_STEP)
+        RECORD_READY_OF(S::SOURCE_STEP)
 #if INTEGER
         if (S::SOURCE != AS_IS) make_row<S>(stage, row, units), from = row;
-        x.load(from, item);
+        x.load(from);
 #else
-        load_floats_of<S>(stage, item, x);
+        load_floats_of<S>(stage, x);
 #endif
         if (S::SOURCE != AS_IS) {
             RECORD_END(S::SOURCE_STEP)

@@ -1,7 +1,7 @@
 """Linears of one token by linear_chain.cu, which runs several of them in one launch.
 
 `launch` computes the linears of one step; chain_joining.py joins those of several steps.
-docs/design/cuda.md has the reasons and the measurements.
+docs/design/cuda-chains.md has the reasons and the measurements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORMATS = (
 )  # fmt: skip
 WARPS = 8  # of a block, that multiply
 MAX_LINEARS = 8  # of a launch: its arguments take at most 4 KB
-_MAX_SLOTS = 32  # as in linear_chain.cu
+_MAX_SLOTS = 32  # as in linear_ring.cuh
 _MIN_ITEMS = 16  # of a row: with fewer, few lanes have any
 _LANE_ELEMENTS = 128  # of a row of activations, that the registers of a lane hold
 _MIN_NBYTES = 64 << 10  # of a launch's weights: smaller matrices do not occupy a GPU
@@ -34,6 +34,7 @@ _LEAST_SHARED = 200 << 10  # bytes of shared memory of a block at most: small ri
 _OTHERS_SHARED = 36 << 10  # of these for the kernels that run meanwhile
 _HALF_SHARED = 116 << 10  # of these, more than half, so that a multiprocessor has one block
 _SLOT_NBYTES, _MOST_SLOT_NBYTES = 40 << 10, 64 << 10  # that suffice, and at most
+_MOST_PARTS_NBYTES = 64 << 10  # of the sums of a block's rows, so that a ring has room beside them
 _PASSES = 8  # rows of a slot that a lane multiplies, one after the other
 _NORM_WIDTH = 8192  # elements of a norm at most: 32 units
 _STAGE = ArgumentStruct("chain_stage.cuh", "ChainStage")
@@ -41,7 +42,7 @@ _STAGE = ArgumentStruct("chain_stage.cuh", "ChainStage")
 
 @dataclass(frozen=True)
 class Shape:
-    """How the warps of a block share rows; see linear_chain.cu.
+    """How the warps of a block share rows; see linear_ring.cuh.
 
     Attributes:
         row_items: items of a row.
@@ -174,8 +175,11 @@ def launch(ctx: KernelContext, jobs: Sequence[Job], act: int) -> Launch | None:
     ):
         return None
     results = jobs[:1] if gated else jobs
+    rows = sum(job.rows for job in results)
+    if 4 * WARPS * ceil(rows, gpu.processors) * (2 if gated else 1) > _MOST_PARTS_NBYTES:
+        return None
     part = Linears(
-        w.dtype, own, jobs[0].depth, gated, sum(job.rows for job in results), x.address, x.dtype,
+        w.dtype, own, jobs[0].depth, gated, rows, x.address, x.dtype,
         matrices_argument(jobs), act, ctx.live_address(x.meta.rows),
         tuple((job.out.address, 4 * job.rows) for job in results), tuple(job.w for job in jobs),
     )  # fmt: skip
@@ -220,17 +224,19 @@ def chain(stages: Sequence[Stage], device: CudaDevice) -> Launch:
     most = max(ceil(s.linears.rows, blocks) * (2 if s.linears.gated else 1) for s in stages)
     slot = max(stage.linears.shape.slot_nbytes for stage in stages)
     integer = stages[0].linears.x_dtype != F32
-    row = ceil(max(s.linears.depth for s in stages) * 5 // 4, 128) * 128 if integer else 0
-    room = max_shared(gpu.capability) - _OTHERS_SHARED - row - 4 * WARPS * most
+    rest = 4 * WARPS * most  # shared memory beside the ring
+    if integer:
+        rest += ceil(max(s.linears.depth for s in stages) * 5 // 4, 128) * 128
+    room = max_shared(gpu.capability) - _OTHERS_SHARED - rest
     needed = sum(ceil(ceil(s.linears.rows, blocks), s.linears.shape.rows) for s in stages)
-    slots = max(1, min(room // slot, _MAX_SLOTS, needed))
+    slots = min(room // slot, _MAX_SLOTS, needed)
     before = [None, *(stage.row for stage in stages)]
     argument = b"".join(_argument(s, s.row is not row) for s, row in zip(stages, before))
     args = (argument, stages[0].linears.live, device.arrivals(blocks), most, slots)
     norms = [w for s in stages if s.row is not None for w, _ in s.row.norms]
     return Launch(
         kernel(tuple(map(_macro, stages)), integer), (blocks,), (32 * (WARPS + 1),), args,
-        max(slots * slot + row + 4 * WARPS * most, _HALF_SHARED), shared_percent=MOSTLY_SHARED,
+        max(slots * slot + rest, _HALF_SHARED), shared_percent=MOSTLY_SHARED,
         prefetches=[*norms, *(w for stage in stages for w in stage.linears.weights)],
         part=stages[0].linears if len(stages) == 1 and stages[0].row is None else None,
     )  # fmt: skip

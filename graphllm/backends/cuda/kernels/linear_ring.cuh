@@ -21,11 +21,19 @@ struct Linear {
     typedef W Format;
     typedef SumOf<W> Sum;
     static constexpr int ROW_LANES = LANES, ITEMS = ITEMS_, ROWS = ROWS_, MATRICES = MATRICES_, SOURCE = SOURCE_;
-    static constexpr int SOURCE_STEP = SOURCE_STEP_, STEP = STEP_, COUNT = ROW_ITEMS, DEPTH = ROW_ITEMS * W::ITEM;
+    static constexpr int SOURCE_STEP = SOURCE_STEP_, STEP = STEP_, DEPTH = ROW_ITEMS * W::ITEM;
     static constexpr bool BARRIER = BARRIER_, WHOLE = ROW_ITEMS == WARPS * LANES * ITEMS_;  // all lanes have as many items
     static constexpr int GROUPS = WARP / LANES;              // rows that a warp multiplies together
     static constexpr int PASSES = ROWS * MATRICES / GROUPS;  // to multiply a slot
     static_assert(ROWS % GROUPS == 0 && PASSES <= LANES, "rows of one matrix; each lane gets at most one sum");
+
+    // What a lane of a consumer multiplies: row `group` of those of a pass, and of each row item(0), item(1) and so on.
+    __device__ static __forceinline__ int group() { return threadIdx.x % WARP / LANES; }
+    __device__ static __forceinline__ int row_lane() { return threadIdx.x % WARP % LANES; }
+    __device__ static __forceinline__ int item(int i) {
+        return (int)threadIdx.x / WARP * LANES * ITEMS + row_lane() + LANES * i;
+    }
+    __device__ static __forceinline__ bool has_item(int i) { return WHOLE || item(i) < ROW_ITEMS; }
 
     // Bytes of a row in plane p.
     __device__ static constexpr int plane_nbytes(int p) { return p ? W::STEPS[p - 1] * ROW_ITEMS / WARP : 16 * ROW_ITEMS; }

@@ -63,11 +63,10 @@ def _next_group(meta: Meta) -> int:
 def _plane_nbytes(meta: Meta) -> list[int]:
     """Bytes of each plane of [..., N, K]."""
     rows, columns = _rows(meta)
-    form = ROW_FORMATS.get(meta.dtype.name)
-    if form is not None:
-        return [rows * columns, 4 * _scales(meta) * (_next_group(meta) or rows)]
-    blocks = rows * (columns // meta.dtype.block)
-    return [blocks * (last - first) for first, last in PLANES[meta.dtype.name]]
+    found = [rows * nbytes for nbytes in row_plane_nbytes(meta.dtype, columns)]
+    if meta.dtype.name in ROW_FORMATS:
+        found.append(4 * _scales(meta) * (_next_group(meta) or rows))
+    return found
 
 
 def _offsets(meta: Meta) -> list[int]:
