@@ -161,7 +161,7 @@ class AtomicDirectory:
         except OSError as error:
             raise self._named(error) from None
         finally:
-            shutil.rmtree(self._part, ignore_errors=True)
+            _remove(self._part)
         if isinstance(failure, OSError) and self._part.name in str(failure.filename):
             raise self._named(failure) from None
 
@@ -197,6 +197,15 @@ def check_output_directory(path: Path, replace: bool) -> None:
 def _temporary(target: Path) -> Path:
     """Return a hidden name that is free beside ``target``."""
     return target.with_name(f".{target.name[:_NAME]}.{secrets.token_hex(4)}.part")
+
+
+def _remove(folder: Path) -> None:
+    """Remove a directory if it can be, also when an interrupt comes meanwhile."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _exchange(a: Path, b: Path) -> bool:

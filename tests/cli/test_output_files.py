@@ -205,6 +205,25 @@ def test_permissions_of_directories(umask, tmp_path):
     assert _mode(new) == 0o705 and (new / "file").is_file() and link.is_symlink()
 
 
+def test_an_interrupt_while_the_old_directory_is_removed_leaves_nothing(tmp_path, monkeypatch):
+    made, unlink, interrupts = tmp_path / "made", os.unlink, [KeyboardInterrupt]
+    made.mkdir()
+    for name in "abc":
+        (made / name).touch()
+
+    def interrupted(path, **options):
+        if interrupts and Path(path).name in "abc":
+            raise interrupts.pop()
+        unlink(path, **options)
+
+    with pytest.raises(KeyboardInterrupt), AtomicDirectory(made, replace=True) as part:
+        (part / "new").touch()
+        monkeypatch.setattr(os, "unlink", interrupted)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    assert [path.name for path in made.iterdir()] == ["new"] and not interrupts
+
+
 def test_embeddings_in_a_file(tmp_path):
     from graphllm.cli.embed import _write
 
