@@ -22,7 +22,6 @@ from . import fusion, memory
 from .placement import Choice, Placement, choose
 
 HOST = "host"  # the memory that every device can copy from and to
-_SMALL = 256 << 10  # bytes of a small buffer
 LAYOUT, TRANSFER = "layout", "transfer"  # roles of ops that lowering inserts
 
 # ------------------------------------------------------------------------------------------- lower
@@ -335,12 +334,6 @@ def with_outputs(plan: Plan, values: Mapping[str, Tensor]) -> Plan:
     return extended
 
 
-def _interval(where: str, first: int, last: int, nbytes: int) -> memory.Interval:
-    """The lifetime of a buffer. A small one in a device's own memory lives a step longer, so that
-    the device may run that step and the one before at once."""
-    return memory.Interval(first, last + (where != HOST and nbytes <= _SMALL), nbytes)
-
-
 def _allocate(plan: Plan) -> None:
     """Fill in ``allocations``, ``scratch`` and ``arena`` from lifetimes."""
     first: dict[Tensor, int] = {}
@@ -358,11 +351,12 @@ def _allocate(plan: Plan) -> None:
         own = rewrite.root(step.node)
         where = plan.memory[own]
         if own is step.node:
-            interval = _interval(where, first[own], last[own], own.meta.bound().nbytes)
+            interval = memory.Interval(first[own], last[own], own.meta.bound().nbytes)
             wanted.setdefault(where, []).append((plan.allocations, own, interval))
         if step.kernel.scratch:
-            nbytes = step.kernel.scratch(step.node, plan.placement.options)
-            interval = _interval(where, index, index, nbytes)
+            interval = memory.Interval(
+                index, index, step.kernel.scratch(step.node, plan.placement.options)
+            )
             wanted.setdefault(where, []).append((plan.scratch, index, interval))
     for where, requests in wanted.items():
         offsets, plan.arena[where] = memory.assign([r[2] for r in requests], plan.guard)

@@ -14,7 +14,6 @@ STRUCTS = (
     ("formats.cuh", "Planes"), ("copy.cu", "Shape"),
     ("experts.cuh", "Experts"), ("experts.cuh", "Group"), ("head_rotation.cuh", "Heads"),
     ("kv_cache.cuh", "Pool"), ("matrices.cuh", "Matrices"), ("matrices.cuh", "Matrix"),
-    ("chain_stage.cuh", "ChainStage"),
     ("new_tokens.cuh", "NewTokens"), ("penalties.cu", "Penalties"),
     ("quantize.cuh", "Target"), ("quantize.cuh", "Targets"),
     ("rope.cuh", "Rotation"), ("sampling.cuh", "Settings"), ("step.cu", "State"),

@@ -42,9 +42,6 @@ class Paper(CudaDevice):
     def constant(self, table):
         return 1 << 40
 
-    def arrivals(self, blocks):
-        return 1 << 40
-
     def live(self, header, var):
         return 1 << 40
 

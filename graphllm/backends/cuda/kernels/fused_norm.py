@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -15,7 +14,6 @@ from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
 from ..runtime.work import Arg, Launch, ceil
-from . import linear_chain
 from .elementwise import ACTIVATIONS
 from .matrices import MAX_TOKENS
 from .norm import register_units
@@ -71,12 +69,9 @@ def norm_add(ctx: KernelContext) -> Launch:
 @BACKEND.kernel("norm_quantise", **_rules("x", when=_norms))
 def norm_quantise(ctx: KernelContext) -> Launch:
     x, rows, width, forms = ctx.x, ctx.x.meta.rows, ctx.x.width, ctx.results
-    eps = float(ctx.attrs["eps"])
     args = (x.address, x.row_stride, ctx.w.address, targets(forms), ctx.live_address(rows), width,
-            eps)  # fmt: skip
-    own = [(ctx.w, eps)]
-    part = linear_chain.norm_row(ctx, x, forms[0], own) if len(forms) == 1 else None
-    return replace(_launch("norm_quantise", ctx, width, args, ctx.w), part=part)
+            float(ctx.attrs["eps"]))  # fmt: skip
+    return _launch("norm_quantise", ctx, width, args, ctx.w)
 
 
 def _narrow_rows(node: Tensor, options: Options) -> str | None:
@@ -119,10 +114,7 @@ def norm_add_norm(ctx: KernelContext) -> Launch:
         total.address, total.row_stride, targets(forms), ctx.live_address(rows), width,
         float(ctx.attrs["eps"]), float(ctx.attrs["eps2"]),
     )  # fmt: skip
-    norms = [(ctx.w, float(ctx.attrs["eps"])), (ctx.w2, float(ctx.attrs["eps2"]))]
-    one = len(forms) == 1
-    part = linear_chain.norm_row(ctx, h, forms[0], norms, x, total) if one else None
-    return replace(_launch("norm_add_norm", ctx, width, args, ctx.w, ctx.w2), part=part)
+    return _launch("norm_add_norm", ctx, width, args, ctx.w, ctx.w2)
 
 
 def _glu_scratch(node: Tensor, options: Options) -> int:

@@ -26,9 +26,9 @@ from ..runtime.source import Function, module
 from ..runtime.work import Launch, Work, ceil
 from . import (
     e4m3_copy,
+    gemv_ring,
     gemv_shapes,
     linear_bytes,
-    linear_chain,
     small_batch,
     small_batch_blocks,
 )
@@ -106,9 +106,9 @@ def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
         x.address, x.row_stride, ctx.live_address(x.meta.rows), k, matrices_argument(jobs)
     ]  # fmt: skip
     several = most > 1 or ctx.deterministic
-    chain = None if several else linear_chain.launch(ctx, jobs, act)
-    if chain is not None:
-        return chain
+    ring = None if several else gemv_ring.launch(ctx, jobs, act)
+    if ring is not None:
+        return ring
     unaligned = x.dtype == F32 and (x.address % 16 or (x.row_stride % 16 and several))
     if name in PLAIN and (k % item_elements(w.dtype) or unaligned):
         return _launch(_unaligned_kernel(name), jobs, 1, WARPS, most, args)
@@ -353,7 +353,7 @@ def _all_instances() -> None:
         dequantize_module(dtype(name))
     for name in PLAIN:
         _unaligned_kernel(name)
-    linear_chain.register()
+    gemv_ring.register()
     small_batch.register()
     small_batch_blocks.register()
     linear_bytes.register()

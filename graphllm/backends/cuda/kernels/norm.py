@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -14,7 +13,6 @@ from .. import BACKEND
 from ..runtime.device import KernelContext
 from ..runtime.source import module
 from ..runtime.work import Launch, ceil
-from . import linear_chain
 
 _MODULE = module("norm")
 
@@ -61,9 +59,8 @@ _RULES: dict[str, Any] = {
 
 @BACKEND.kernel("rms_norm", **_RULES)
 def rms_norm(ctx: KernelContext) -> Launch:
-    (each, block), eps = register_units(ctx.x.meta.inner[-1]), float(ctx.attrs["eps"])
-    made = _launch(ctx, f"rms_norm_{each}", ("w",), eps, block=block)
-    return replace(made, part=linear_chain.norm_row(ctx, ctx.x, ctx.out, [(ctx.w, eps)]))
+    each, block = register_units(ctx.x.meta.inner[-1])
+    return _launch(ctx, f"rms_norm_{each}", ("w",), float(ctx.attrs["eps"]), block=block)
 
 
 def _lower_layer_norm(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:

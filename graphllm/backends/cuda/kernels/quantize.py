@@ -13,7 +13,6 @@ from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
 from ..runtime.work import Launch, ceil
-from . import linear_chain
 
 _MODULE = module("quantize")
 _TARGET = ArgumentStruct("quantize.cuh", "Target")
@@ -47,8 +46,7 @@ def quantise(ctx: KernelContext, x: int, stride: int, out: OperandRef) -> Launch
         args.append(_ROW_KINDS[out.dtype.name])
         return Launch(_MODULE["quantise_row"], (rows * count,), (threads,), args)
     grid = (rows * count, ceil(width, max(size, 32 * unit([out])) * _WARPS))
-    part = linear_chain.quantised_row(ctx, x, out)
-    return Launch(_MODULE[f"quantise_{size}"], grid, (32 * _WARPS,), args, part=part)
+    return Launch(_MODULE[f"quantise_{size}"], grid, (32 * _WARPS,), args)
 
 
 @BACKEND.kernel("quantise_act", layout={"x": ROWS}, dtypes={"x": "f32"})

@@ -6,16 +6,12 @@ __device__ __forceinline__ bool whole_vectors(const float* row, int at, int widt
     return at + 8 <= width && (u64)(row + at) % 16 == 0;
 }
 
-__device__ __forceinline__ void unpack8(float* v, const float4& a, const float4& b) {
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-    v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-}
-
 // Load them; those beyond the row become zero.
 __device__ __forceinline__ void load_floats(float* v, const float* row, int at, int width) {
     if (whole_vectors(row, at, width)) {
         float4 a = *(const float4*)(row + at), b = *(const float4*)(row + at + 4);
-        unpack8(v, a, b);
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+        v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
         return;
     }
 #pragma unroll

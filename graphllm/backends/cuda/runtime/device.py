@@ -24,8 +24,6 @@ from .dependencies import InFlight, Ordering, Region, region, written
 from .source import Function, load_or_compile_all
 from .work import MOSTLY_SHARED, HostCall, Launch, Work
 
-# Passes over the work of a segment, by step, which modules of kernels append.
-SEGMENT_PASSES: list[Callable[[list[list[Work]], CudaDevice], list[list[Work]]]] = []
 # Runs of plans with more rows are throttled: more than decode of 256 sequences, whose q_start has
 # one element more.
 MAX_UNTHROTTLED_ROWS = 257
@@ -139,7 +137,6 @@ class CudaDevice:
         self._stager = staging.Stager(self.gpu)
         self._checks = ThreadPoolExecutor(1, "graphllm-weights")
         self._constants: dict[bytes, Any] = {}
-        self._arrivals: dict[int, Any] = {}
         self._header: Any = None
 
     # -- memory
@@ -236,12 +233,6 @@ class CudaDevice:
             self._constants[key] = self.put(raw)
         return self._constants[key].address
 
-    def arrivals(self, blocks: int) -> int:
-        """Address of what barriers of grids of so many blocks count with, see grid_barrier.cuh."""
-        if blocks not in self._arrivals:
-            self._arrivals[blocks] = self.alloc(8)
-        return int(self._arrivals[blocks].address)
-
     def live(self, header: Header, var: Var) -> int:
         """Address of the live value of ``var``, which `Segment.run` updates."""
         if self._header is None:
@@ -284,8 +275,6 @@ class CudaDevice:
             parts = [made] if isinstance(made, (Launch, HostCall)) else list(made)
             work.append([_ordered(part, context.writes, in_flight) for part in parts])
             contexts.append(context)
-        for run_pass in SEGMENT_PASSES:
-            work = run_pass(work, self)
         return _with_one_share(work), contexts
 
     def _load(self, functions: Sequence[Function]) -> None:

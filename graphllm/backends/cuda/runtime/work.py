@@ -47,7 +47,6 @@ class Launch:
             -1: what the driver chooses, which is often what the kernel before has chosen.
         prefetches: operands that the kernel always reads before it waits. If one of them is being
             written, the launch is made without overlap.
-        part: what the launch computes, if a pass over a segment may join it with others.
     """
 
     function: Function
@@ -60,7 +59,6 @@ class Launch:
     triggers_after_wait: bool = False
     shared_percent: int = -1
     prefetches: Sequence[OperandRef] = ()
-    part: object = None
 
 
 def max_shared(capability: tuple[int, int]) -> int:

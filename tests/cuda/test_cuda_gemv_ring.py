@@ -1,0 +1,225 @@
+"""Linears of one token through rings in shared memory: shapes, plans with rings, and results."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cuda_cases import (
+    ORDER,
+    activation_name,
+    linear_sample,
+    need_gpu,
+    normal,
+    quantised,
+    run_bounded,
+)
+from paper_cuda import Empty, paper_fixture  # noqa: F401
+
+from graphllm import ops
+from graphllm.api import LLM
+from graphllm.backends import Options
+from graphllm.backends.cuda.kernels import gemv_ring
+from graphllm.backends.cuda.kernels.gemv_ring import FORMATS, WARPS, shape
+from graphllm.backends.cuda.kernels.weight_packing import item_elements
+from graphllm.backends.cuda.runtime.work import MOSTLY_SHARED, Launch, max_shared
+from graphllm.checkpoints.model_shapes import SHAPES
+from graphllm.checkpoints.random_weights import RandomCheckpoint
+from graphllm.graph.dtype import dtype
+from graphllm.graph.tensor import Tensor, Var, feed, weight
+from graphllm.loading.load import build_decoder
+from graphllm.model.decoder import Limits
+from graphllm.runtime.buffer_guards import GuardedExecutor
+from graphllm.weights import Arrays
+
+RINGS = Options(chains=True)
+DEPTHS = (640, 1024, 2048, 2560, 3584, 4096, 5120, 8192, 11008, 14336, 18944, 28672)
+LARGE = 16 << 10  # bytes of a row that tests leave out, so that they stay short
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_shapes_fit_the_kernel(name, gated):
+    kind, found = dtype(name), 0
+    for depth in DEPTHS:
+        own = shape(kind, depth, gated)
+        if own is None:
+            continue
+        found += 1
+        lanes = WARPS * own.row_lanes * own.items
+        assert own.row_items * item_elements(kind) == depth
+        assert own.row_items <= lanes and (own.row_items > lanes // 2 or lanes == 8 * WARPS)
+        sums = own.rows * (1 + gated) * own.row_lanes // 32  # of a lane
+        assert 1 <= sums <= own.row_lanes and sums & (sums - 1) == 0
+        assert own.rows % (32 // own.row_lanes) == 0  # a warp multiplies rows of one matrix
+        assert own.slot_nbytes % 128 == 0 and own.slot_nbytes < 65 << 10
+    assert found >= 3
+
+
+@pytest.mark.parametrize("name, depth", [("q4_0", 480), ("q8_0", 720), ("f16", 4100)])
+def test_rows_with_few_items_or_parts_of_items_are_refused(name, depth):
+    assert shape(dtype(name), depth, False) is None
+
+
+# ---------------------------------------------------------------------------------------- plans
+
+
+def plan_on_paper(device, model: str, kind: str, tokens: int = 1) -> list[Launch]:
+    """The launches of a plan of two layers of a model."""
+    file = Empty(replace(SHAPES[model], layers=2), kind)
+    options = {"backends": ("cuda",), "options": device.options}
+    llm = LLM(file, build_decoder(file), options, Limits())
+    llm.executor.bind(llm.engine.plan(["ids"], tokens))
+    return [w for _, work in device.built for part in work for w in part if isinstance(w, Launch)]
+
+
+def files(launches: list[Launch]) -> Counter[str]:
+    """How many launches each source has."""
+    return Counter(w.function.module.file for w in launches)
+
+
+@pytest.mark.parametrize(
+    "model, kind, rings",
+    [("mistral-7b", "f16", 4), ("mistral-7b", "q8_0", 4), ("mistral-7b", "q4_k_m", 5)],
+)
+def test_all_linears_of_one_token_have_rings(model, kind, rings, paper):
+    """q, k and v (v apart if it has another format), o, the gated unit and down; and the head."""
+    own = plan_on_paper(paper((9, 0), RINGS), model, kind)
+    assert files(own)["gemv_ring.cu"] == 2 * rings + 1 and "gemv.cu" not in files(own)
+    assert {w.shared_percent for w in own} == {MOSTLY_SHARED}
+    assert max(w.shared for w in own) <= max_shared((9, 0))
+
+
+def test_a_ring_has_room_beside_the_sums_of_the_rows_of_a_block(paper):
+    """Of a head with 262,144 rows the 72 multiprocessors have 3,641 rows each: it has no ring. Rows
+    of 640 elements, whose scales take 40 bytes, have rings."""
+    own = plan_on_paper(paper((9, 0), RINGS), "gemma3-270m", "q4_k_m")
+    assert max(w.shared for w in own) <= max_shared((9, 0))
+    assert files(own)["gemv_ring.cu"] == 10 and files(own)["gemv.cu"] == 1
+
+
+@pytest.mark.parametrize(
+    "capability, model, tokens, options",
+    [((9, 0), "llama-1b", 1, Options()), ((8, 9), "llama-1b", 1, RINGS),
+     ((12, 0), "llama-1b", 1, RINGS), ((9, 0), "llama-1b", 2, RINGS),
+     ((9, 0), "llama-1b", 512, RINGS), ((9, 0), "mixtral-8x7b", 1, RINGS),
+     ((9, 0), "llama-1b", 1, Options(chains=True, deterministic=True))],
+)  # fmt: skip
+def test_plans_without_rings(capability, model, tokens, options, paper):
+    """Unless asked for, of several tokens, on GPUs with less shared memory, and with experts."""
+    own = plan_on_paper(paper(capability, options), model, "q8_0", tokens)
+    assert own and "gemv_ring.cu" not in files(own)
+    assert MOSTLY_SHARED not in {w.shared_percent for w in own}
+
+
+# ------------------------------------------------------------------------------------- results
+
+
+def depths(name: str) -> list[int]:
+    kind = dtype(name)
+    return [d for d in DEPTHS if shape(kind, d, False) and kind.row_nbytes(d) <= LARGE]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_token(name):
+    """Exact except for the order of summation, with a bias, at every depth."""
+    need_gpu()
+    kind = dtype(name)
+    least = 3e-5 if name == "bf16" else 0.0
+    x = activation_name(name) if kind.quantised else "f32"
+    for depth in depths(name):
+        rows = (2 << 20) // kind.row_nbytes(depth) + 77
+        own = [linear_sample(1, (rows, depth), name, x, bias) for bias in (False, True)]
+        assert not (wrong := run_bounded("linear", own, RINGS, least)), (depth, wrong)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 3, 131, 132, 133, 264, 1000])
+def test_any_number_of_rows(rows, monkeypatch):
+    """Fewer rows than multiprocessors, one more or less, and ends of slots anywhere."""
+    need_gpu()
+    monkeypatch.setattr(gemv_ring, "_MIN_NBYTES", 0)
+    for name, depth in (("q4_0", 2048), ("f16", 1024), ("q6_k", 4096)):
+        x = activation_name(name) if dtype(name).quantised else "f32"
+        wrong = run_bounded("linear", [linear_sample(1, (rows, depth), name, x, True)], RINGS)
+        assert not wrong, (name, wrong)
+
+
+def rings(executor: GuardedExecutor, plan) -> int:
+    work = [w for segment, _ in executor.segments(plan) for part in segment.work for w in part]
+    return files([w for w in work if isinstance(w, Launch)])["gemv_ring.cu"]
+
+
+# Rows of q, k and v: the blocks of a GPU with 132 multiprocessors, and of one with fewer, have rows
+# of two matrices, slots with fewer rows than fit, and up to one row more than others.
+ROWS = (1301, 258, 130)
+
+
+def layer(name: str, depth: int, wide: int) -> tuple[dict, dict, dict]:
+    """Weights, feeds and results of a layer without attention: residual, norm, gated unit,
+    residual, norm, q, k and v; every linear has a bias."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        "o": (depth, wide), "gate": (wide, depth), "up": (wide, depth), "down": (depth, wide),
+        **{f"qkv{i}": (n, depth) for i, n in enumerate(ROWS)},
+    }  # fmt: skip
+    stored = {n: quantised(normal(rng, s).astype(np.float32), name) for n, s in shapes.items()}
+    stored |= {f"{n}.bias": rng.standard_normal(s[0]).astype(np.float32) for n, s in shapes.items()}
+    stored |= {f"g{i}": 1 + 0.1 * rng.standard_normal(depth).astype(np.float32) for i in range(2)}
+    feeds = {"x": rng.standard_normal((1, wide)), "h": rng.standard_normal((1, depth))}
+
+    def linear(x: Tensor, n: str) -> Tensor:
+        return ops.linear(x, weight(n, shapes[n], name), weight(f"{n}.bias", shapes[n][:1], "f32"))
+
+    t = Var("T", 1, 1)
+    h = ops.add(feed("h", (t, depth), "f32"), linear(feed("x", (t, wide), "f32"), "o"))
+    y = ops.rms_norm(h, weight("g0", (depth,), "f32"), eps=1e-5)
+    h = ops.add(h, linear(ops.mul(ops.silu(linear(y, "gate")), linear(y, "up")), "down"))
+    y = ops.rms_norm(h, weight("g1", (depth,), "f32"), eps=1e-5)
+    made = {"h": h, **{f"y{i}": linear(y, f"qkv{i}") for i in range(3)}}
+    return stored, {key: value.astype(np.float32) for key, value in feeds.items()}, made
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("depth", [640, 2048, 4096])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_has_the_results_of_gemv(name, depth):
+    """And again, from a CUDA graph. Sums of w8a8 are exact, so that its bits are the same."""
+    need_gpu()
+    if depth % dtype(name).block:
+        pytest.skip("parts of blocks")
+    stored, feeds, made = layer(name, depth, 2048)
+    found = []
+    for options in (RINGS, Options()):
+        executor = GuardedExecutor(Arrays(stored), ORDER, options)
+        plan = executor.compile(made)
+        results = [executor.run(plan, feeds) for _ in range(4)]
+        assert (rings(executor, plan) > 0) == options.chains
+        for again in results[1:]:
+            for key, value in results[0].items():
+                np.testing.assert_array_equal(value, again[key], err_msg=f"{key}, run again")
+        found.append(results[0])
+    for key, value in found[0].items():
+        most = 0 if name == "w8a8" else 3e-4 * np.abs(found[1][key]).max()
+        np.testing.assert_allclose(value, found[1][key], rtol=0, atol=most, err_msg=key)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["q4_0", "q4_k_m", "f16"])
+def test_a_model_answers_as_with_gemv(kind):
+    """Greedy tokens of a model with random weights, many steps in a row."""
+    need_gpu()
+    file = RandomCheckpoint(replace(SHAPES["llama-1b"], layers=3), kind)
+    answers = []
+    for options in (RINGS, Options()):
+        settings = {"backends": ORDER, "options": options}
+        llm = LLM(file, build_decoder(file), settings, Limits(context=512))
+        answers.append(
+            llm.generate(
+                list(range(100, 140)), max_tokens=200, temperature=0.0, ignore_eos=True
+            ).ids
+        )
+    assert answers[0][:16] == answers[1][:16]
