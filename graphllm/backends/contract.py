@@ -52,8 +52,6 @@ class Options:
         low_mem: read experts from the mapped model file, and keep no packed copy of them.
         prefill: arithmetic of linears in steps of many tokens: "auto", or "fp8" (products of e4m3,
             with a scale for each token and each row of weights).
-        chains: on GPUs of compute capability 9.0, read the weights of linears of one token through
-            a ring in shared memory.
     """
 
     linear: str = "auto"
@@ -63,7 +61,6 @@ class Options:
     deterministic: bool = False
     low_mem: bool = False
     prefill: str = "auto"
-    chains: bool = False
 
 
 # ----------------------------------------------------------------------------------------- kernels

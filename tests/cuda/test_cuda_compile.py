@@ -170,7 +170,9 @@ def test_only_timed_builds_read_the_clock():
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("file", ["gemv.cu", "attention_decode.cu", "norm_router.cu", "gemm.cu"])
+@pytest.mark.parametrize(
+    "file", ["gemv.cu", "gemv_ring.cu", "attention_decode.cu", "norm_router.cu", "gemm.cu"]
+)
 def test_builds_that_time_blocks_compile_without_spills(file):
     made = next(each for each in source.MODULES if each.file == file)
     assert not spills(source.compile_module(source.block_timed_build(made), "sm_90a").log)

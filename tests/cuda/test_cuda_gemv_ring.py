@@ -34,7 +34,6 @@ from graphllm.model.decoder import Limits
 from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.weights import Arrays
 
-RINGS = Options(chains=True)
 DEPTHS = (640, 1024, 2048, 2560, 3584, 4096, 5120, 8192, 11008, 14336, 18944, 28672)
 LARGE = 16 << 10  # bytes of a row that tests leave out, so that they stay short
 
@@ -86,7 +85,7 @@ def files(launches: list[Launch]) -> Counter[str]:
 )
 def test_all_linears_of_one_token_have_rings(model, kind, rings, paper):
     """q, k and v (v apart if it has another format), o, the gated unit and down; and the head."""
-    own = plan_on_paper(paper((9, 0), RINGS), model, kind)
+    own = plan_on_paper(paper((9, 0)), model, kind)
     assert files(own)["gemv_ring.cu"] == 2 * rings + 1 and "gemv.cu" not in files(own)
     assert {w.shared_percent for w in own} == {MOSTLY_SHARED}
     assert max(w.shared for w in own) <= max_shared((9, 0))
@@ -95,20 +94,19 @@ def test_all_linears_of_one_token_have_rings(model, kind, rings, paper):
 def test_a_ring_has_room_beside_the_sums_of_the_rows_of_a_block(paper):
     """Of a head with 262,144 rows the 72 multiprocessors have 3,641 rows each: it has no ring. Rows
     of 640 elements, whose scales take 40 bytes, have rings."""
-    own = plan_on_paper(paper((9, 0), RINGS), "gemma3-270m", "q4_k_m")
+    own = plan_on_paper(paper((9, 0)), "gemma3-270m", "q4_k_m")
     assert max(w.shared for w in own) <= max_shared((9, 0))
     assert files(own)["gemv_ring.cu"] == 10 and files(own)["gemv.cu"] == 1
 
 
 @pytest.mark.parametrize(
     "capability, model, tokens, options",
-    [((9, 0), "llama-1b", 1, Options()), ((8, 9), "llama-1b", 1, RINGS),
-     ((12, 0), "llama-1b", 1, RINGS), ((9, 0), "llama-1b", 2, RINGS),
-     ((9, 0), "llama-1b", 512, RINGS), ((9, 0), "mixtral-8x7b", 1, RINGS),
-     ((9, 0), "llama-1b", 1, Options(chains=True, deterministic=True))],
+    [((8, 9), "llama-1b", 1, Options()), ((12, 0), "llama-1b", 1, Options()),
+     ((9, 0), "llama-1b", 2, Options()), ((9, 0), "llama-1b", 512, Options()),
+     ((9, 0), "mixtral-8x7b", 1, Options()), ((9, 0), "llama-1b", 1, Options(deterministic=True))],
 )  # fmt: skip
 def test_plans_without_rings(capability, model, tokens, options, paper):
-    """Unless asked for, of several tokens, on GPUs with less shared memory, and with experts."""
+    """On GPUs with less shared memory, of several tokens, with experts, and if deterministic."""
     own = plan_on_paper(paper(capability, options), model, "q8_0", tokens)
     assert own and "gemv_ring.cu" not in files(own)
     assert MOSTLY_SHARED not in {w.shared_percent for w in own}
@@ -133,7 +131,7 @@ def test_one_token(name):
     for depth in depths(name):
         rows = (2 << 20) // kind.row_nbytes(depth) + 77
         own = [linear_sample(1, (rows, depth), name, x, bias) for bias in (False, True)]
-        assert not (wrong := run_bounded("linear", own, RINGS, least)), (depth, wrong)
+        assert not (wrong := run_bounded("linear", own, least=least)), (depth, wrong)
 
 
 @pytest.mark.cuda
@@ -144,8 +142,12 @@ def test_any_number_of_rows(rows, monkeypatch):
     monkeypatch.setattr(gemv_ring, "_MIN_NBYTES", 0)
     for name, depth in (("q4_0", 2048), ("f16", 1024), ("q6_k", 4096)):
         x = activation_name(name) if dtype(name).quantised else "f32"
-        wrong = run_bounded("linear", [linear_sample(1, (rows, depth), name, x, True)], RINGS)
+        wrong = run_bounded("linear", [linear_sample(1, (rows, depth), name, x, True)])
         assert not wrong, (name, wrong)
+
+
+def leave_linears_to_gemv(monkeypatch) -> None:
+    monkeypatch.setattr(gemv_ring, "launch", lambda *arguments: None)
 
 
 def rings(executor: GuardedExecutor, plan) -> int:
@@ -186,18 +188,21 @@ def layer(name: str, depth: int, wide: int) -> tuple[dict, dict, dict]:
 @pytest.mark.cuda
 @pytest.mark.parametrize("depth", [640, 2048, 4096])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_layer_has_the_results_of_gemv(name, depth):
+def test_a_layer_has_the_results_of_gemv(name, depth, monkeypatch):
     """And again, from a CUDA graph. Sums of w8a8 are exact, so that its bits are the same."""
     need_gpu()
     if depth % dtype(name).block:
         pytest.skip("parts of blocks")
     stored, feeds, made = layer(name, depth, 2048)
     found = []
-    for options in (RINGS, Options()):
-        executor = GuardedExecutor(Arrays(stored), ORDER, options)
+    for with_rings in (True, False):
+        if not with_rings:
+            leave_linears_to_gemv(monkeypatch)
+        executor = GuardedExecutor(Arrays(stored), ORDER)
         plan = executor.compile(made)
         results = [executor.run(plan, feeds) for _ in range(4)]
-        assert (rings(executor, plan) > 0) == options.chains
+        capability = executor.devices.of(executor.backends[0]).gpu.capability
+        assert rings(executor, plan) == (4 if with_rings and gemv_ring.has_room(capability) else 0)
         for again in results[1:]:
             for key, value in results[0].items():
                 np.testing.assert_array_equal(value, again[key], err_msg=f"{key}, run again")
@@ -209,14 +214,15 @@ def test_a_layer_has_the_results_of_gemv(name, depth):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["q4_0", "q4_k_m", "f16"])
-def test_a_model_answers_as_with_gemv(kind):
+def test_a_model_answers_as_with_gemv(kind, monkeypatch):
     """Greedy tokens of a model with random weights, many steps in a row."""
     need_gpu()
     file = RandomCheckpoint(replace(SHAPES["llama-1b"], layers=3), kind)
     answers = []
-    for options in (RINGS, Options()):
-        settings = {"backends": ORDER, "options": options}
-        llm = LLM(file, build_decoder(file), settings, Limits(context=512))
+    for with_rings in (True, False):
+        if not with_rings:
+            leave_linears_to_gemv(monkeypatch)
+        llm = LLM(file, build_decoder(file), {"backends": ORDER}, Limits(context=512))
         answers.append(
             llm.generate(
                 list(range(100, 140)), max_tokens=200, temperature=0.0, ignore_eos=True

@@ -90,7 +90,7 @@ def launch(ctx: KernelContext, jobs: Sequence[Job], act: int) -> Launch | None:
     """
     x, kind, gated, gpu = jobs[0].x, jobs[0].w.dtype, act >= 0, ctx.device.gpu
     own = shape(kind, jobs[0].depth, gated) if kind.name in FORMATS else None
-    if own is None or not ctx.device.options.chains or not _has_room(gpu.capability):
+    if own is None or not has_room(gpu.capability):
         return None
     nbytes = sum(job.rows for job in jobs) * sum(row_plane_nbytes(kind, jobs[0].depth))
     aligned = all(ref.address % 16 == 0 for ref in (x, *(job.w for job in jobs)))
@@ -119,7 +119,8 @@ def launch(ctx: KernelContext, jobs: Sequence[Job], act: int) -> Launch | None:
     )  # fmt: skip
 
 
-def _has_room(capability: tuple[int, int]) -> bool:
+def has_room(capability: tuple[int, int]) -> bool:
+    """Whether the GPU has bulk copies, and blocks enough shared memory for a ring."""
     return capability >= (9, 0) and max_shared(capability) >= _LEAST_SHARED
 
 

@@ -4,7 +4,7 @@ Block formats multiply int8 activations of one token (or float32, see `Options.l
 activations of several tokens on tensor cores. Row formats multiply their own quantised activations
 of any number of tokens (`linear_bytes`; one token of w8a8: gemv.cu). f16 and bf16 weights multiply
 float32 activations of one token, and activations of their own dtype of several tokens, as cuBLASLt
-does.
+does. On GPUs with enough shared memory, `gemv_ring` takes the place of gemv.cu for one token.
 """
 
 from __future__ import annotations
@@ -339,7 +339,8 @@ def linear(ctx: KernelContext) -> list[Work]:
 
 
 def _all_instances() -> None:
-    """Register every module that a plan may use, so that tests compile them all."""
+    """Register every module that a plan may use, so that tests compile them all. Of gemv_ring.cu a
+    plan compiles its own ones."""
     integers = [name for name in QUANTISED if name in INTEGERS or linear_bytes.is_exact(name)]
     floats = [(name, False) for name in (*QUANTISED, *PLAIN)]
     for name, integer in [*((name, True) for name in integers), *floats]:
