@@ -71,7 +71,22 @@ def test_out_of_memory_for_kernels(monkeypatch):
     )
     loaded = SimpleNamespace(get_function=failing(2, driver=True))
     with pytest.raises(OutOfMemory, match=r"kernel stamp of support\.cu: more is"):
-        gpu(_modules={KERNEL.module: loaded}).function(KERNEL)
+        gpu(_modules={(KERNEL.module, False): loaded}).function(KERNEL)
+
+
+def test_launches_with_most_shared_memory_have_their_own_function(monkeypatch):
+    """The share is an attribute of the function, and plans with and without rings differ in it."""
+    from graphllm.backends.cuda.runtime import launch
+
+    monkeypatch.setattr(launch, "load_or_compile", lambda made, arch: b"")
+    monkeypatch.setattr(
+        launch, "Loaded",
+        lambda: SimpleNamespace(load=lambda code: None, get_function=lambda name: object()),
+    )  # fmt: skip
+    own = gpu()
+    assert own.function(KERNEL) is own.function(KERNEL)
+    assert own.function(KERNEL, shared=True) is own.function(KERNEL, shared=True)
+    assert own.function(KERNEL, shared=True) is not own.function(KERNEL)
 
 
 @pytest.mark.parametrize("fails", ["end_capture", "upload"])

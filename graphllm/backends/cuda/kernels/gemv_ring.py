@@ -18,19 +18,21 @@ from .gemm import PLAIN, Job
 from .matrices import matrices_argument
 from .weight_packing import INTEGERS, item_elements, row_plane_nbytes
 
-# f16, bf16, and what is multiplied by int8 with integer sums.
+# What the kernel multiplies: f16, bf16, and what is multiplied by int8 with integer sums.
 FORMATS = (
     *PLAIN[1:], *INTEGERS, *(n for n, form in ROW_FORMATS.items() if form.element.kind == "i"),
 )  # fmt: skip
+GAINING = PLAIN[1:]  # of these, formats for which it is faster than gemv.cu
 WARPS = 8  # of a block, that multiply
 _MAX_SLOTS = 32  # as in gemv_ring.cu
 _MIN_ITEMS = 16  # of a row: with fewer, few lanes have any
 _LANE_ELEMENTS = 128  # of a row of activations, that the registers of a lane hold
-_MIN_NBYTES = 64 << 10  # of a launch's weights: smaller matrices do not occupy a GPU
+_MIN_NBYTES = 4 << 20  # of a launch's weights: smaller matrices do not occupy a GPU
+_MIN_DEPTH = 1024  # of models that are small as a whole, most kernels need the L1 cache
 _LEAST_SHARED = 200 << 10  # bytes of shared memory of a block at most: small rings are slow
 _OTHERS_SHARED = 36 << 10  # of these for the kernels that run meanwhile
 _HALF_SHARED = 116 << 10  # of these, more than half, so that a multiprocessor has one block
-_SLOT_NBYTES, _MOST_SLOT_NBYTES = 40 << 10, 64 << 10  # that suffice, and at most
+_SLOT_NBYTES, _MOST_SLOT_NBYTES = 20 << 10, 64 << 10  # that suffice, and at most
 _MOST_PARTS_NBYTES = 64 << 10  # of the sums of a block's rows, so that a ring has room beside them
 _PASSES = 8  # rows of a slot that a lane multiplies, one after the other
 
@@ -89,8 +91,8 @@ def launch(ctx: KernelContext, jobs: Sequence[Job], act: int) -> Launch | None:
     kernels for several tokens, need the L1 cache: plans with these have no rings.
     """
     x, kind, gated, gpu = jobs[0].x, jobs[0].w.dtype, act >= 0, ctx.device.gpu
-    own = shape(kind, jobs[0].depth, gated) if kind.name in FORMATS else None
-    if own is None or not has_room(gpu.capability):
+    own = shape(kind, jobs[0].depth, gated) if kind.name in GAINING else None
+    if own is None or jobs[0].depth < _MIN_DEPTH or not has_room(gpu.capability):
         return None
     nbytes = sum(job.rows for job in jobs) * sum(row_plane_nbytes(kind, jobs[0].depth))
     aligned = all(ref.address % 16 == 0 for ref in (x, *(job.w for job in jobs)))

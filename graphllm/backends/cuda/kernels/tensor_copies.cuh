@@ -82,12 +82,19 @@ __device__ __forceinline__ void copy_interleaved(void* to, const TensorMap& map,
         : "memory");
 }
 
-// Copy adjacent bytes: a multiple of 16, as both addresses are.
+// What is read once leaves the L2 cache first.
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Copy adjacent bytes that are read once: a multiple of 16, as both addresses are.
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, int nbytes, u64* barrier) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
             shared_address(to)),
-        "l"(from), "r"(nbytes), "r"(shared_address(barrier))
+        "l"(from), "r"(nbytes), "r"(shared_address(barrier)), "l"(evict_first())
         : "memory");
 }
 

@@ -29,7 +29,7 @@ from .source import (
     recompile,
     target,
 )
-from .work import Arg, Launch
+from .work import MOSTLY_SHARED, Arg, Launch
 
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -145,8 +145,10 @@ class Gpu:
         # Calls hold the GIL, as a launch takes microseconds. If they released it, a busy event loop
         # would take it, and each of hundreds of launches would wait for it.
         self.library = ctypes.PyDLL("libcuda.so.1")
-        self._modules: dict[Module, Loaded] = {}
-        self._functions: dict[Function, Any] = {}
+        # Of each module, and of each of its kernels, launches with `MOSTLY_SHARED` have their own
+        # instance: the share of shared memory is an attribute of the function, and plans differ.
+        self._modules: dict[tuple[Module, bool], Loaded] = {}
+        self._functions: dict[tuple[Function, bool], Any] = {}
         self._ends = [Event(disable_timing=True) for _ in range(2)]  # of long runs, alternating
         self._long = 0
 
@@ -155,14 +157,15 @@ class Gpu:
         runtime.setDevice(self.index)
 
     def is_loaded(self, made: Module) -> bool:
-        return made in self._modules
+        return (made, False) in self._modules
 
     def is_cached(self, made: Module) -> bool:
         """Whether the disk cache has the module's machine code."""
         return is_cached(made, self.arch)
 
-    def load(self, made: Module) -> Loaded:
-        if made not in self._modules:
+    def load(self, made: Module, shared: bool = False) -> Loaded:
+        """The module; ``shared``: the instance for launches with `MOSTLY_SHARED`."""
+        if (made, shared) not in self._modules:
             code, loaded = load_or_compile(made, self.arch), Loaded()
             with allocating(f"the kernels of {made}", len(code)):
                 try:
@@ -172,15 +175,16 @@ class Gpu:
                         raise
                     debug(1, f"{made}: the driver rejects the cached code: {error}")
                     loaded.load(recompile(made, self.arch))
-            self._modules[made] = loaded
-        return self._modules[made]
+            self._modules[made, shared] = loaded
+        return self._modules[made, shared]
 
-    def function(self, wanted: Function) -> Any:
-        if wanted not in self._functions:
-            loaded = self.load(wanted.module)
+    def function(self, wanted: Function, shared: bool = False) -> Any:
+        """The kernel; ``shared`` as in `load`."""
+        if (wanted, shared) not in self._functions:
+            loaded = self.load(wanted.module, shared)
             with allocating(f"the kernel {wanted.name} of {wanted.module}"):
-                self._functions[wanted] = loaded.get_function(wanted.name)
-        return self._functions[wanted]
+                self._functions[wanted, shared] = loaded.get_function(wanted.name)
+        return self._functions[wanted, shared]
 
     def prepare(self, launch: Launch) -> PreparedLaunch:
         """The launch as a function that can be called repeatedly."""
@@ -188,7 +192,7 @@ class Gpu:
 
     def prepared(self, launch: Launch) -> int:
         """The handle of the launch's kernel, which may use the launch's shared memory."""
-        function = self.function(launch.function)
+        function = self.function(launch.function, launch.shared_percent == MOSTLY_SHARED)
         if launch.shared:  # 48 KB, static memory included, need no attribute
             what = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             have = driver.funcGetAttribute(what, function.ptr)

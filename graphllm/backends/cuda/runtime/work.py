@@ -43,8 +43,9 @@ class Launch:
         triggers_after_wait: the kernel lets its successor start only after its own wait; see
             `dependencies.Ordering`.
         shared_percent: preferred share of shared memory in a multiprocessor's memory, in percent;
-            the rest is L1 cache. A property of the function, so all its launches state the same.
-            -1: what the driver chooses, which is often what the kernel before has chosen.
+            the rest is L1 cache. A property of the function, so all its launches state the same,
+            or `MOSTLY_SHARED`, with which they have an instance of their own. -1: what the driver
+            chooses, which is often what the kernel before has chosen.
         prefetches: operands that the kernel always reads before it waits. If one of them is being
             written, the launch is made without overlap.
     """
