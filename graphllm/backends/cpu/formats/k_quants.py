@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ..runtime.isa import ISA
 from ..simd.emitter import VECTOR, Emitter, Value
 from .bit_layout import FIVE_BITS, FOUR_BITS, SIX_BITS, THREE_BITS, TWO_BITS, byte_bits
 from .encoder import (
@@ -172,6 +173,9 @@ class Q6K(Block256):
     offset = 32
     layout = SIX_BITS
     _SCALES = 48 * VECTOR
+
+    def in_place_tokens(self, target: ISA) -> int:
+        return min(4, super().in_place_tokens(target))  # unpacking takes the most instructions
 
     def fields(self, rows: StoredRows) -> Iterator[Field]:
         yield from _sub_scales(self, rows, "scales", self._SCALES)

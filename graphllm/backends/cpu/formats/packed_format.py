@@ -118,9 +118,9 @@ class PackedFormat:
 
     # -- unpacking
     def in_place_tokens(self, target: ISA) -> int:
-        """Most tokens whose tiles read the packed integers in place, instead of an unpacked copy.
-        0 unless they are packed as they are multiplied."""
-        return 0
+        """Most tokens whose tiles read the packed integers in place, instead of an unpacked copy;
+        each tile of tokens unpacks them again."""
+        return 8 if target.avx512 and target.vnni else 0
 
     def signed(self, target: ISA) -> bool:
         """Whether the integers are signed bytes. Not with VNNI."""

@@ -12,7 +12,7 @@ from ..formats.row_formats import STEP, upcast_e4m3
 from ..simd import amx
 from ..simd.amx import TILE_BYTES, TILE_ROWS, TileShape
 from ..simd.emitter import F32S, I8S, I32, I64, LANES, VECTOR, Emitter, Value
-from .linear_integer import token_rows, word_dots
+from .linear_integer import stored_words, token_rows, word_dots
 from .linear_one_token import dot_words
 
 _AHEAD = 4096  # distance in bytes at which tiles prefetch weights
@@ -35,7 +35,8 @@ def tile(
         at = [e.at(each, e.times(loop.index, f.nbytes)) for each in panels]
         xs = [e.at(q, e.times(loop.index, f.block), row) for row in rows]
         begin = [[e.get(total) for total in totals[t * groups :][:groups]] for t in range(tokens)]
-        found = word_dots(e, f, at, f.block // 4, xs, begin, [e.i32(_ONES)] * groups)
+        words = stored_words(e, at, f.block // 4)
+        found = word_dots(e, f, words, f.block // 4, xs, begin, [e.i32(_ONES)] * groups)
         for i, total in enumerate(totals):
             e.set(total, found[i // groups][i % groups])
     for i, total in enumerate(totals):
