@@ -1,8 +1,8 @@
 """Code emitters of the integer microkernels for several tokens; see `linear_microkernels`.
 
 A panel holds at most `CHUNK` columns of a group: vectors of unsigned bytes of q, then factors (for
-blocks of 32: after each block). Packed blocks are also multiplied in place, as they are unpacked, if
-a format gains by it for so many tokens; in the place of panels are then the addresses of the
+blocks of 32: after each block). Packed blocks are also multiplied in place, as they are unpacked,
+if a format gains by it for so many tokens; in the place of panels are then the addresses of the
 groups' blocks.
 """
 
