@@ -199,15 +199,21 @@ def _tile_32(
 # ------------------------------------------------------------------------------------ super-blocks
 
 
+def _prepared_sums(e: Emitter, f: Block256, s: Value, rows: list[Value]) -> list[Value]:
+    """Prepare each token's sums on the stack; return their places."""
+    sums_at = e.stack_buffer(SUMS_BYTES * len(rows))
+    places = [e.at(sums_at, SUMS_BYTES * t) for t in range(len(rows))]
+    for row, place in zip(rows, places):
+        prepare_sums(e, f, e.at(s, row), place)
+    return places
+
+
 def _tile_k(
     e: Emitter, f: Block256, rows: list[Value], panels: list[Value], q: Value, d: Value, s: Value,
     c: Value, prefetch: Callable[[Value], None],
 ) -> None:  # fmt: skip
     count, per, subs = len(panels), f.sub // 4, CHUNK // f.sub
-    sums_at = e.stack_buffer(SUMS_BYTES * len(rows))
-    sums_of = [e.at(sums_at, SUMS_BYTES * t) for t in range(len(rows))]
-    for row, place in zip(rows, sums_of):
-        prepare_sums(e, f, e.at(s, row), place)
+    sums_of = _prepared_sums(e, f, s, rows)
     totals = [[e.variable(e.i32(0)) for _ in panels] for _ in rows]
     with e.loop(subs) as loop:
         prefetch(loop.index)
@@ -215,16 +221,15 @@ def _tile_k(
         one = e.times(loop.index, VECTOR)
         scales = [e.load(e.at(panel, one), offset=K_WORDS) for panel in panels]
         xs = [e.at(q, e.times(loop.index, f.sub), row) for row in rows]
+        words = stored_words(e, at, per)
         if e.isa.vnni:
             four = e.times(loop.index, 4)
             begin = [[dot_start_k(e, f, e.at(place, four))] * count for place in sums_of]
-            words = stored_words(e, at, per)
             for total, dots in zip(totals, word_dots(e, f, words, per, xs, begin, scales)):
                 for one, dot, scale in zip(total, dots, scales):
                     e.set(one, e.add_scaled(dot, scale, e.get(one), f.fits_i16(e)))
         else:
             begin = [[e.get(one) for one in total] for total in totals]
-            words = stored_words(e, at, per)
             for total, dots in zip(totals, word_dots(e, f, words, per, xs, begin, scales)):
                 for one, dot in zip(total, dots):
                     e.set(one, dot)
@@ -238,10 +243,7 @@ def _tile_k_in_place(
     """`_tile_k` by VNNI, of packed super-blocks, whose words are multiplied as they are unpacked.
     Each load prefetches what is ``distance`` bytes on."""
     count, subs = len(blocks), CHUNK // f.sub
-    sums_at = e.stack_buffer(SUMS_BYTES * len(rows))
-    sums_of = [e.at(sums_at, SUMS_BYTES * t) for t in range(len(rows))]
-    for row, place in zip(rows, sums_of):
-        prepare_sums(e, f, e.at(s, row), place)
+    sums_of = _prepared_sums(e, f, s, rows)
     totals = [[e.variable(e.i32(0)) for _ in blocks] for _ in rows]
     scales_at = e.stack_buffer(VECTOR * subs * count)
     with e.prefetching(distance):
