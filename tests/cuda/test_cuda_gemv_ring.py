@@ -36,9 +36,9 @@ from graphllm.weights import Arrays
 
 
 @pytest.fixture
-def everywhere(monkeypatch):
+def rings_everywhere(monkeypatch):
     """Use rings for all formats that the kernel multiplies, and for small matrices."""
-    monkeypatch.setattr(gemv_ring, "GAINING", FORMATS)
+    monkeypatch.setattr(gemv_ring, "DEFAULT_FORMATS", FORMATS)
     monkeypatch.setattr(gemv_ring, "_MIN_NBYTES", 0)
     monkeypatch.setattr(gemv_ring, "_MIN_DEPTH", 0)
 
@@ -103,12 +103,12 @@ def test_all_linears_of_one_token_have_rings(model, kind, paper):
 
 
 @pytest.mark.parametrize("kind, rings", [("q8_0", 4), ("q4_k_m", 5)])
-def test_other_formats_can_have_rings(kind, rings, paper, everywhere):
+def test_other_formats_can_have_rings(kind, rings, paper, rings_everywhere):
     """v, in another format than q and k, has its own."""
     all_have_rings(plan_on_paper(paper((9, 0)), "mistral-7b", kind), rings)
 
 
-def test_a_ring_has_room_beside_the_sums_of_the_rows_of_a_block(paper, everywhere):
+def test_a_ring_has_room_beside_the_sums_of_the_rows_of_a_block(paper, rings_everywhere):
     """Of a head with 262,144 rows the 72 multiprocessors have 3,641 rows each: it has no ring. Rows
     of 640 elements, whose scales take 40 bytes, have rings."""
     own = plan_on_paper(paper((9, 0)), "gemma3-270m", "q4_k_m")
@@ -142,7 +142,7 @@ def depths(name: str) -> list[int]:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", FORMATS)
-def test_one_token(name, everywhere):
+def test_one_token(name, rings_everywhere):
     """Exact except for the order of summation, with a bias, at every depth."""
     need_gpu()
     kind = dtype(name)
@@ -156,7 +156,7 @@ def test_one_token(name, everywhere):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [1, 3, 131, 132, 133, 264, 1000])
-def test_any_number_of_rows(rows, everywhere):
+def test_any_number_of_rows(rows, rings_everywhere):
     """Fewer rows than multiprocessors, one more or less, and ends of slots anywhere."""
     need_gpu()
     for name, depth in (("q4_0", 2048), ("f16", 1024), ("q6_k", 4096)):
@@ -207,7 +207,7 @@ def layer(name: str, depth: int, wide: int) -> tuple[dict, dict, dict]:
 @pytest.mark.cuda
 @pytest.mark.parametrize("depth", [640, 2048, 4096])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_layer_has_the_results_of_gemv(name, depth, monkeypatch, everywhere):
+def test_a_layer_has_the_results_of_gemv(name, depth, monkeypatch, rings_everywhere):
     """And again, from a CUDA graph. Sums of w8a8 are exact, so that its bits are the same. With
     sums in another order, int8 activations may be rounded to the next step."""
     need_gpu()
@@ -235,7 +235,7 @@ def test_a_layer_has_the_results_of_gemv(name, depth, monkeypatch, everywhere):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["q4_0", "q4_k_m", "f16"])
-def test_a_model_answers_as_with_gemv(kind, monkeypatch, everywhere):
+def test_a_model_answers_as_with_gemv(kind, monkeypatch, rings_everywhere):
     """Greedy tokens of a model with random weights, many steps in a row."""
     need_gpu()
     file = RandomCheckpoint(replace(SHAPES["llama-1b"], layers=3), kind)

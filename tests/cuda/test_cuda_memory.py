@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from graphllm.backends.cuda.runtime import source
-from graphllm.backends.cuda.runtime.work import HostCall, Launch
+from graphllm.backends.cuda.runtime.work import MOSTLY_SHARED, HostCall, Launch
 from graphllm.errors import GraphllmError, OutOfMemory
 from graphllm.graph.tensor import Var
 
@@ -85,8 +85,25 @@ def test_launches_with_most_shared_memory_have_their_own_function(monkeypatch):
     )  # fmt: skip
     own = gpu()
     assert own.function(KERNEL) is own.function(KERNEL)
-    assert own.function(KERNEL, shared=True) is own.function(KERNEL, shared=True)
-    assert own.function(KERNEL, shared=True) is not own.function(KERNEL)
+    assert own.function(KERNEL, mostly_shared=True) is own.function(KERNEL, mostly_shared=True)
+    assert own.function(KERNEL, mostly_shared=True) is not own.function(KERNEL)
+
+
+def test_a_plan_loads_the_instances_that_it_launches_alone():
+    from graphllm.backends.cuda.runtime.device import CudaDevice
+
+    loaded, device = [], CudaDevice.__new__(CudaDevice)
+    device.gpu = SimpleNamespace(
+        arch="sm_90a",
+        is_loaded=lambda *instance: instance in loaded,
+        is_cached=lambda made: True,
+        load=lambda *instance: loaded.append(instance),
+    )
+    ring = replace(LAUNCH, shared_percent=MOSTLY_SHARED)
+    device._load([ring, ring])
+    assert loaded == [(KERNEL.module, True)]
+    device._load([LAUNCH, ring])
+    assert loaded == [(KERNEL.module, True), (KERNEL.module, False)]
 
 
 @pytest.mark.parametrize("fails", ["end_capture", "upload"])

@@ -34,14 +34,14 @@ __device__ __forceinline__ bool has_item(int i) { return WHOLE || item(i) < ROW_
 // Bytes of a row in plane p.
 __device__ constexpr int plane_nbytes(int p) { return p ? FORMAT::STEPS[p - 1] * ROW_ITEMS / WARP : 16 * ROW_ITEMS; }
 // Whether each row of plane p begins at a multiple of 16 bytes.
-__device__ constexpr bool apart(int p) { return plane_nbytes(p) % 16 == 0; }
+__device__ constexpr bool rows_are_aligned(int p) { return plane_nbytes(p) % 16 == 0; }
 // Where plane p of a slot begins. Copies to addresses that are not multiples of 128 take up to 1.5 times as long.
 // Copies have whole units of 16 bytes, so that up to 30 bytes of other rows surround those of the slot.
 __device__ constexpr int plane_at(int p) {
-    return p ? plane_at(p - 1) + (ROWS * plane_nbytes(p - 1) + (apart(p - 1) ? 0 : 30) + 127) / 128 * 128 : 0;
+    return p ? plane_at(p - 1) + (ROWS * plane_nbytes(p - 1) + (rows_are_aligned(p - 1) ? 0 : 30) + 127) / 128 * 128 : 0;
 }
 // Bytes in plane p of a slot before those of its first row.
-__device__ __forceinline__ int before(int p, int row) { return apart(p) ? 0 : row * plane_nbytes(p) % 16; }
+__device__ __forceinline__ int lead_nbytes(int p, int row) { return rows_are_aligned(p) ? 0 : row * plane_nbytes(p) % 16; }
 constexpr int MATRIX_NBYTES = plane_at(4), SLOT_NBYTES = MATRICES * MATRIX_NBYTES;  // of a slot, the former of each matrix
 
 // The rows of a block. A slot has at most ROWS of them, all of one matrix.
@@ -152,9 +152,9 @@ struct Consumer {
 #pragma unroll
         for (int p = 0; p < PASSES; p++) {
             const int r = p * GROUPS % ROWS, of = at.slot * SLOT_NBYTES + p * GROUPS / ROWS * MATRIX_NBYTES;
-            Planes from = {start.a + of + r * plane_nbytes(0), start.b + of + r * plane_nbytes(1) + before(1, row),
-                           start.c + of + r * plane_nbytes(2) + before(2, row),
-                           start.d + of + r * plane_nbytes(3) + before(3, row)};
+            Planes from = {start.a + of + r * plane_nbytes(0), start.b + of + r * plane_nbytes(1) + lead_nbytes(1, row),
+                           start.c + of + r * plane_nbytes(2) + lead_nbytes(2, row),
+                           start.d + of + r * plane_nbytes(3) + lead_nbytes(3, row)};
 #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
                 FORMAT w;

@@ -22,13 +22,13 @@ from .weight_packing import INTEGERS, item_elements, row_plane_nbytes
 FORMATS = (
     *PLAIN[1:], *INTEGERS, *(n for n, form in ROW_FORMATS.items() if form.element.kind == "i"),
 )  # fmt: skip
-GAINING = PLAIN[1:]  # of these, formats for which it is faster than gemv.cu
+DEFAULT_FORMATS = PLAIN[1:]  # of these, those that plans use it for; for others gemv.cu is faster
 WARPS = 8  # of a block, that multiply
 _MAX_SLOTS = 32  # as in gemv_ring.cu
 _MIN_ITEMS = 16  # of a row: with fewer, few lanes have any
 _LANE_ELEMENTS = 128  # of a row of activations, that the registers of a lane hold
 _MIN_NBYTES = 4 << 20  # of a launch's weights: smaller matrices do not occupy a GPU
-_MIN_DEPTH = 1024  # of models that are small as a whole, most kernels need the L1 cache
+_MIN_DEPTH = 1024  # of a row: small models lose more by smaller L1 caches than a ring gains
 _LEAST_SHARED = 200 << 10  # bytes of shared memory of a block at most: small rings are slow
 _OTHERS_SHARED = 36 << 10  # of these for the kernels that run meanwhile
 _HALF_SHARED = 116 << 10  # of these, more than half, so that a multiprocessor has one block
@@ -91,7 +91,7 @@ def launch(ctx: KernelContext, jobs: Sequence[Job], act: int) -> Launch | None:
     kernels for several tokens, need the L1 cache: plans with these have no rings.
     """
     x, kind, gated, gpu = jobs[0].x, jobs[0].w.dtype, act >= 0, ctx.device.gpu
-    own = shape(kind, jobs[0].depth, gated) if kind.name in GAINING else None
+    own = shape(kind, jobs[0].depth, gated) if kind.name in DEFAULT_FORMATS else None
     if own is None or jobs[0].depth < _MIN_DEPTH or not has_room(gpu.capability):
         return None
     nbytes = sum(job.rows for job in jobs) * sum(row_plane_nbytes(kind, jobs[0].depth))

@@ -82,7 +82,7 @@ __device__ __forceinline__ void copy_interleaved(void* to, const TensorMap& map,
         : "memory");
 }
 
-// What is read once leaves the L2 cache first.
+// The L2 cache's policy for what is read once: it is evicted first.
 __device__ __forceinline__ u64 evict_first() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

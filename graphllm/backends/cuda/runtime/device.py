@@ -21,7 +21,7 @@ from ... import Bound, Header, Operand, Options, kernel_context
 from ...kernel_context import OperandRef
 from . import pool_layout
 from .dependencies import InFlight, Ordering, Region, region, written
-from .source import Function, load_or_compile_all
+from .source import load_or_compile_all
 from .work import MOSTLY_SHARED, HostCall, Launch, Work
 
 # Runs of plans with more rows are throttled: more than decode of 256 sequences, whose q_start has
@@ -251,7 +251,7 @@ class CudaDevice:
 
         self.gpu.use()
         work, contexts = self.work(steps, header)
-        self._load([w.function for part in work for w in part if isinstance(w, Launch)])
+        self._load([w for part in work for w in part if isinstance(w, Launch)])
         rows = [o.meta.rows for step in steps for o in (*step.inputs, step.out) if o is not None]
         large = any(row.hi > MAX_UNTHROTTLED_ROWS for row in rows if isinstance(row, Var))
         return Segment(
@@ -277,17 +277,17 @@ class CudaDevice:
             contexts.append(context)
         return _with_one_share(work), contexts
 
-    def _load(self, functions: Sequence[Function]) -> None:
-        """Load the functions' modules, and report progress on those that must be compiled."""
-        pending = list(
-            dict.fromkeys(f.module for f in functions if not self.gpu.is_loaded(f.module))
-        )
-        new = [made for made in pending if not self.gpu.is_cached(made)]
+    def _load(self, launches: Sequence[Launch]) -> None:
+        """Load the launches' modules, and report progress on those that must be compiled."""
+        wanted = dict.fromkeys((w.function.module, w.mostly_shared) for w in launches)
+        pending = [each for each in wanted if not self.gpu.is_loaded(*each)]
+        modules = dict.fromkeys(made for made, _ in pending)
+        new = [made for made in modules if not self.gpu.is_cached(made)]
         for done, _ in enumerate(load_or_compile_all(new, self.gpu.arch)):
             self.progress("compiling kernels", done, len(new))
-        for made in pending:
+        for made, mostly_shared in pending:
             debug(4, f"{made}:\n{made.text}")
-            self.gpu.load(made)
+            self.gpu.load(made, mostly_shared)
         if new:
             self.progress("compiling kernels", len(new), len(new))
 
@@ -296,7 +296,7 @@ def _with_one_share(work: list[list[Work]]) -> list[list[Work]]:
     """All launches with `MOSTLY_SHARED` if one has it: a multiprocessor changes its share of shared
     memory only when it is idle, so a launch with another share could not overlap."""
     launches = [w for part in work for w in part if isinstance(w, Launch)]
-    if all(w.shared_percent != MOSTLY_SHARED for w in launches):
+    if not any(w.mostly_shared for w in launches):
         return work
 
     def shared(w: Work) -> Work:

@@ -29,7 +29,7 @@ from .source import (
     recompile,
     target,
 )
-from .work import MOSTLY_SHARED, Arg, Launch
+from .work import Arg, Launch
 
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -145,8 +145,8 @@ class Gpu:
         # Calls hold the GIL, as a launch takes microseconds. If they released it, a busy event loop
         # would take it, and each of hundreds of launches would wait for it.
         self.library = ctypes.PyDLL("libcuda.so.1")
-        # Of each module, and of each of its kernels, launches with `MOSTLY_SHARED` have their own
-        # instance: the share of shared memory is an attribute of the function, and plans differ.
+        # Launches that are `mostly_shared` have their own instance of a module and its kernels: the
+        # share of shared memory is an attribute of the function, and plans differ.
         self._modules: dict[tuple[Module, bool], Loaded] = {}
         self._functions: dict[tuple[Function, bool], Any] = {}
         self._ends = [Event(disable_timing=True) for _ in range(2)]  # of long runs, alternating
@@ -156,16 +156,16 @@ class Gpu:
         """Make this GPU the current device of the calling thread."""
         runtime.setDevice(self.index)
 
-    def is_loaded(self, made: Module) -> bool:
-        return (made, False) in self._modules
+    def is_loaded(self, made: Module, mostly_shared: bool = False) -> bool:
+        return (made, mostly_shared) in self._modules
 
     def is_cached(self, made: Module) -> bool:
         """Whether the disk cache has the module's machine code."""
         return is_cached(made, self.arch)
 
-    def load(self, made: Module, shared: bool = False) -> Loaded:
-        """The module; ``shared``: the instance for launches with `MOSTLY_SHARED`."""
-        if (made, shared) not in self._modules:
+    def load(self, made: Module, mostly_shared: bool = False) -> Loaded:
+        """The module; ``mostly_shared``: the instance for launches that are."""
+        if not self.is_loaded(made, mostly_shared):
             code, loaded = load_or_compile(made, self.arch), Loaded()
             with allocating(f"the kernels of {made}", len(code)):
                 try:
@@ -175,16 +175,16 @@ class Gpu:
                         raise
                     debug(1, f"{made}: the driver rejects the cached code: {error}")
                     loaded.load(recompile(made, self.arch))
-            self._modules[made, shared] = loaded
-        return self._modules[made, shared]
+            self._modules[made, mostly_shared] = loaded
+        return self._modules[made, mostly_shared]
 
-    def function(self, wanted: Function, shared: bool = False) -> Any:
-        """The kernel; ``shared`` as in `load`."""
-        if (wanted, shared) not in self._functions:
-            loaded = self.load(wanted.module, shared)
+    def function(self, wanted: Function, mostly_shared: bool = False) -> Any:
+        """The kernel; ``mostly_shared`` as in `load`."""
+        if (wanted, mostly_shared) not in self._functions:
+            loaded = self.load(wanted.module, mostly_shared)
             with allocating(f"the kernel {wanted.name} of {wanted.module}"):
-                self._functions[wanted, shared] = loaded.get_function(wanted.name)
-        return self._functions[wanted, shared]
+                self._functions[wanted, mostly_shared] = loaded.get_function(wanted.name)
+        return self._functions[wanted, mostly_shared]
 
     def prepare(self, launch: Launch) -> PreparedLaunch:
         """The launch as a function that can be called repeatedly."""
@@ -192,7 +192,7 @@ class Gpu:
 
     def prepared(self, launch: Launch) -> int:
         """The handle of the launch's kernel, which may use the launch's shared memory."""
-        function = self.function(launch.function, launch.shared_percent == MOSTLY_SHARED)
+        function = self.function(launch.function, launch.mostly_shared)
         if launch.shared:  # 48 KB, static memory included, need no attribute
             what = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             have = driver.funcGetAttribute(what, function.ptr)

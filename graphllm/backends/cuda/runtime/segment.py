@@ -27,7 +27,7 @@ MAX_GRAPHS = 4  # kept of the same calls, for different numbers of rows
 RUNS_BEFORE_CAPTURE = 3
 _THREADS = 256  # of the kernels that handle timestamps
 LiveValue = Callable[[Dim], int]
-Load = Callable[[Sequence[Function]], None]
+Load = Callable[[Sequence[Launch]], None]
 
 
 class ReplayedCalls:
@@ -154,7 +154,7 @@ class TimedSequence:
             for step, part in enumerate(work)
             for index, each in enumerate(part)
         ]
-        load([w.function for w, *_ in own if isinstance(w, Launch)])
+        load([w for w, *_ in own if isinstance(w, Launch)])
         times = self._times.address
         begin = self._support("begin_timestamps", times, len(work), threads=_THREADS)
         keep = self._support(
@@ -218,7 +218,7 @@ class Segment:
         header: the live values.
         on_device: returns their copy on the GPU, None if no step reads any.
         throttled: whether a run waits for the last but one, since a run takes long.
-        load: loads the modules of functions, and compiles those that are not cached.
+        load: loads the modules of launches, and compiles those that are not cached.
         keep: objects that must live as long as the segment, such as operands.
     """
 

@@ -61,6 +61,10 @@ class Launch:
     shared_percent: int = -1
     prefetches: Sequence[OperandRef] = ()
 
+    @property
+    def mostly_shared(self) -> bool:
+        return self.shared_percent == MOSTLY_SHARED
+
 
 def max_shared(capability: tuple[int, int]) -> int:
     """Return the bytes of shared memory that a thread block can have on a GPU."""
