@@ -18,6 +18,7 @@ from graphllm.backends.cpu.runtime.cores import usable_cores
 from graphllm.backends.cpu.runtime.jit import Kernel, args, i64s
 from graphllm.backends.cuda.kernels import elementwise
 from graphllm.backends.cuda.runtime.device import CudaDevice
+from graphllm.backends.cuda.runtime.work import Launch
 from graphllm.engine.request import Sampling
 
 STEP = re.compile(
@@ -125,14 +126,14 @@ def test_four_the_source_of_cuda_kernels(capsys, monkeypatch):
     loaded = []
     device = object.__new__(CudaDevice)
     device.gpu = SimpleNamespace(
-        is_loaded=lambda module: False,
+        is_loaded=lambda module, mostly_shared: False,
         is_cached=lambda module: True,
-        load=loaded.append,
+        load=lambda module, mostly_shared: loaded.append(module),
         arch="sm_80",
     )
     for level in (3, 4):
         monkeypatch.setenv("GRAPHLLM_DEBUG", str(level))
-        device._load([made["silu"], made["add"]])
+        device._load([Launch(made[name], (1,), (1,), ()) for name in ("silu", "add")])
         err = capsys.readouterr().err
         assert err == (f"elementwise.cu:\n{made.text}\n" if level == 4 else "")
     assert loaded == [made, made]
