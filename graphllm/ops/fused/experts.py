@@ -10,7 +10,7 @@ from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Samples, Users, get, grid
 from ...graph.tensor import Tensor
 from ..linear import COMMON_32, COMMON_256, RARE_32, RARE_256, TOL, pairs
-from .norm import is_op, unit_rows
+from .common import is_op, unit_rows
 
 _SCORES = ("softmax", "sigmoid")  # over all experts; otherwise softmax over the chosen ones
 

@@ -14,49 +14,29 @@ from ...graph.dtype import F16, F32, I32, DType
 from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Samples, Users, get, grid
 from ...graph.tensor import Tensor
-from .norm import (
+from .common import (
     LAYOUTS,
     TOL,
     act_arg,
     is_op,
     matrix_arg,
+    propose_gated,
+    propose_glu,
+    propose_linear_add,
     quantise_to,
     quantised_dtypes,
     row_arg,
     unit_rows,
     weight_arg,
 )  # fmt: skip
-from .quantised_linear import ACTIVATIONS, propose_linear_add
 
 # --------------------------------------------------------------------------------------------- glu
-
-
-def _propose_glu(node: Tensor, users: Users) -> Proposal | None:
-    act, up = node.src
-    if act is None or act.op not in ACTIVATIONS or len(node.shape) < 2:
-        return None
-    attrs = {
-        "act": act.op,
-        "kind": act.attrs.get("kind", ""),
-        "dtypes": quantised_dtypes(node, users),
-    }
-    return (act.src[0], up), attrs
-
-
-def _propose_gated(node: Tensor, users: Users) -> Proposal | None:
-    found = _propose_glu(node, users)
-    if found is None:
-        return None
-    (gate, up), attrs = found
-    if not (is_op(gate, "linear") and is_op(up, "linear")):
-        return None
-    return (*gate.src, *up.src), attrs  # type: ignore[union-attr]
 
 
 @fused_op(
     "gated",
     anchor="mul",
-    propose=_propose_gated,
+    propose=propose_gated,
     grouped=True,
     tol=TOL,
     samples=grid(
@@ -94,7 +74,7 @@ def _expert_pair(gate: Tensor | None, up: Tensor | None) -> tuple[Tensor | None,
 
 
 def _propose_expert_gated(node: Tensor, users: Users) -> Proposal | None:
-    found = _propose_glu(node, users)
+    found = propose_glu(node, users)
     operands = _expert_pair(*found[0]) if found else None
     return (operands, found[1]) if operands and found else None
 
@@ -173,7 +153,7 @@ def expert_clamped(
 @fused_op(
     "glu",
     anchor="mul",
-    propose=_propose_glu,
+    propose=propose_glu,
     tol=TOL,
     samples=grid(
         lambda rows, inner, layout, act, dtypes: Sample(

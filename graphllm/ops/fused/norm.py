@@ -6,49 +6,18 @@ from typing import Any
 
 from ...graph.dtype import DTYPES, F16, F32
 from ...graph.fused_op import fused_op
-from ...graph.op import Arg, Proposal, Rng, Sample, Users, get, grid
+from ...graph.op import Arg, Proposal, Sample, Users, get, grid
 from ...graph.tensor import Tensor
-
-LAYOUTS = ("contiguous", "strided")
-TOL = {"f32": 2e-5}
-
-
-def is_op(node: Tensor | None, op: str) -> bool:
-    """Return whether ``node`` is a node of that op."""
-    return node is not None and node.op == op
-
-
-def quantised_dtypes(node: Tensor, users: Users) -> tuple[str, ...]:
-    """Return the dtypes to which users quantise ``node``; empty if one reads it unquantised."""
-    kinds = [u.attrs["dtype"] for u in users(node) if u.op == "quantise_act"]
-    return tuple(kinds) if len(kinds) == len(users(node)) else ()
-
-
-def quantise_to(y: Tensor, dtypes: tuple[str, ...]) -> tuple[Tensor, ...]:
-    """Return ``y`` in each of ``dtypes``, of which f32 is ``y`` itself; ``y`` if there are none."""
-    quantise = get("quantise_act")
-    return tuple(y if d == "f32" else quantise(y, dtype=d) for d in dtypes) or (y,)
-
-
-def row_arg(width: int, layout: str = "contiguous") -> Arg:
-    return Arg(("T", width), layout=layout)
-
-
-def unit_rows(rng: Rng, shape: tuple[int, ...]) -> Any:
-    """Return weights that keep the size of their products' results near one."""
-    return rng.standard_normal(shape) / shape[-1] ** 0.5
-
-
-def weight_arg(width: int) -> Arg:
-    return Arg((width,), leaf="weight")
-
-
-def matrix_arg(n: int, k: int, kind: Any) -> Arg:
-    return Arg((n, k), kind, leaf="weight", make=unit_rows)
-
-
-def act_arg(k: int, kind: Any) -> Arg:
-    return Arg(("T", k), kind)
+from .common import (
+    LAYOUTS,
+    TOL,
+    is_op,
+    quantise_to,
+    quantised_dtypes,
+    row_arg,
+    unit_rows,
+    weight_arg,
+)
 
 
 def _propose_norm_add_norm(node: Tensor, users: Users) -> Proposal | None:

@@ -9,9 +9,17 @@ from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Users, get, grid
 from ...graph.tensor import Tensor
 from ..linear import COMMON_32
-from .norm import LAYOUTS, TOL, act_arg, is_op, matrix_arg, weight_arg
+from .common import (
+    ACTIVATIONS,
+    LAYOUTS,
+    TOL,
+    act_arg,
+    is_op,
+    matrix_arg,
+    propose_linear_add,
+    weight_arg,
+)
 
-ACTIVATIONS = ("silu", "gelu")  # of gated units
 _UNITS = (*ACTIVATIONS, "relu")
 _MOST = 3  # linears of one step: queries, keys and values
 
@@ -67,14 +75,6 @@ def linears_quantise(
     made = [linear(*operands[i : i + 3]) for i in range(0, len(operands), 3)]
     split = (each.heads(count) if count else each for each, count in zip(made, heads))
     return tuple(get("quantise_act")(each, dtype=dtype) for each in split)
-
-
-def propose_linear_add(node: Tensor, users: Users) -> Proposal | None:
-    x, made = node.src
-    if not is_op(made, "linear") or node.src[0].shape != made.shape:  # type: ignore[union-attr]
-        return None
-    a, w, bias = made.src  # type: ignore[union-attr]
-    return (a, w, x, bias), {}
 
 
 def _propose_linear_add_quantise(node: Tensor, users: Users) -> Proposal | None:

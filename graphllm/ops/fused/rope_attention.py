@@ -10,7 +10,7 @@ from ...graph.dtype import F16, F32, I32, DType
 from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Samples, Users, get, grid
 from ...graph.tensor import Tensor
-from .norm import is_op
+from .common import is_op
 
 _LAYOUTS = ("contiguous", "strided")
 
