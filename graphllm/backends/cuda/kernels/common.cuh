@@ -8,7 +8,7 @@
 // dependent launch) and calls `begin()` or `wait_for_previous()` to wait for their results. Before that
 // it may read live counts, operands that the launch declares as prefetched (weights), and operands
 // that its arguments mark as ready; runtime/dependencies.py computes which these are. No kernel writes
-// before it waits.
+// before it waits. What it reads in a warm-up pass (`first_pass`) may be incomplete.
 
 typedef unsigned char u8;
 typedef signed char i8;
@@ -132,6 +132,28 @@ __device__ __forceinline__ i64 begin(const i64* live, bool ready) {
     const i64 rows = *(volatile const i64*)live;
     if (!ready) wait_for_previous();
     return rows;
+}
+
+// ------------------------------------------------------------------------------ warm-up passes
+//
+// A launch finds little of its code in the instruction caches. A kernel of few blocks, which have to wait anyway, may run
+// twice: in pass 0, before the wait, it brings its code there and stores nothing, and in pass 1 it computes.
+
+constexpr u32 MOST_WARM_BLOCKS = 132;  // with more, blocks share a multiprocessor, or run after others
+
+// The first pass of a launch. Pass 1 begins with `wait_for_previous`, and the last one is pass 1.
+__device__ __forceinline__ int first_pass() { return gridDim.x * gridDim.y <= MOST_WARM_BLOCKS ? 0 : 1; }
+
+// Load what another kernel may be writing, so that pass 1 does not find it in the L1 cache.
+__device__ __forceinline__ float load_l2(const float* from) {
+    float x;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from));
+    return x;
+}
+__device__ __forceinline__ float4 load_l2(const float4* from) {
+    float4 x;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(from));
+    return x;
 }
 
 // ------------------------------------------------------------------------------------ copies

@@ -135,53 +135,58 @@ __device__ __forceinline__ void route_row(const u8* x, i64 stride, const float* 
     __shared__ float chosen_scores[WARP];
     const int lane = threadIdx.x % WARP, own = threadIdx.x;
     const float correction = bias && own < columns ? bias[own] : 0.f;
-    const i64 rows = begin(live);
-    if (blockIdx.x >= rows) return;
     const float* from = (const float*)(x + blockIdx.x * stride);
-    float v[P], top = -INFINITE, total = 0, mine = 0;
+    launch_next();
+    const i64 rows = *(volatile const i64*)live;
+#pragma unroll 1
+    for (int pass = first_pass(); pass < 2; pass++) {
+        if (pass) wait_for_previous();
+        if (blockIdx.x >= rows) continue;
+        float v[P], top = -INFINITE, total = 0, mine = 0;
 #pragma unroll
-    for (int i = 0; i < P; i++)
-        v[i] = lane + WARP * i < columns ? from[lane + WARP * i] : -INFINITE;
-    if (score == SIGMOID) {
+        for (int i = 0; i < P; i++)
+            v[i] = lane + WARP * i < columns ? load_l2(from + lane + WARP * i) : -INFINITE;
+        if (score == SIGMOID) {
 #pragma unroll
-        for (int i = 0; i < P; i++) v[i] = 1.f / (1.f + expf(-v[i]));
-    } else if (score == SOFTMAX) {
+            for (int i = 0; i < P; i++) v[i] = 1.f / (1.f + expf(-v[i]));
+        } else if (score == SOFTMAX) {
 #pragma unroll
-        for (int i = 0; i < P; i++) top = fmaxf(top, v[i]);
-        top = warp_max(top);
+            for (int i = 0; i < P; i++) top = fmaxf(top, v[i]);
+            top = warp_max(top);
 #pragma unroll
-        for (int i = 0; i < P; i++) {
-            v[i] = lane + WARP * i < columns ? expf(v[i] - top) : 0.f;
-            total += v[i];
+            for (int i = 0; i < P; i++) {
+                v[i] = lane + WARP * i < columns ? expf(v[i] - top) : 0.f;
+                total += v[i];
+            }
+            total = warp_sum(total);
+#pragma unroll
+            for (int i = 0; i < P; i++) v[i] /= total;
         }
-        total = warp_sum(total);
 #pragma unroll
-        for (int i = 0; i < P; i++) v[i] /= total;
-    }
-#pragma unroll
-    for (int i = 0; i < P; i++)
-        if (own == lane + WARP * i) mine = v[i];
-    // Of equal scores the first one is larger. Keys of columns that do not exist are zero.
-    const u64 key = own < columns ? (u64)key_of(bias ? mine + correction : mine) << 32 | ~(u32)own : 0;
-    keys[own] = key;
-    __syncthreads();
-    int rank = 0;
+        for (int i = 0; i < P; i++)
+            if (own == lane + WARP * i) mine = v[i];
+        // Of equal scores the first one is larger. Keys of columns that do not exist are zero.
+        const u64 key = own < columns ? (u64)key_of(bias ? mine + correction : mine) << 32 | ~(u32)own : 0;
+        keys[own] = key;
+        __syncthreads();
+        int rank = 0;
 #pragma unroll 16
-    for (int i = 0; i < WARP * P; i++) rank += keys[i] > key;
-    if (rank < k) chosen_ids[rank] = own, chosen_scores[rank] = mine;
-    __syncthreads();
-    if (own >= WARP) return;
-    const bool live_lane = lane < k;
-    float chosen = live_lane ? chosen_scores[lane] : 0.f;
-    if (score == CHOSEN) {
-        top = warp_max(live_lane ? chosen : -INFINITE);
-        chosen = live_lane ? expf(chosen - top) : 0.f;
-        chosen /= warp_sum(chosen);
+        for (int i = 0; i < WARP * P; i++) rank += keys[i] > key;
+        if (rank < k) chosen_ids[rank] = own, chosen_scores[rank] = mine;
+        __syncthreads();
+        if (own >= WARP) continue;
+        const bool live_lane = lane < k;
+        float chosen = live_lane ? chosen_scores[lane] : 0.f;
+        if (score == CHOSEN) {
+            top = warp_max(live_lane ? chosen : -INFINITE);
+            chosen = live_lane ? expf(chosen - top) : 0.f;
+            chosen /= warp_sum(chosen);
+        }
+        total = normalised ? warp_sum(live_lane ? chosen : 0.f) + eps : 1.f;
+        if (!live_lane || !pass) continue;
+        ((int*)(ids + blockIdx.x * ids_stride))[lane] = chosen_ids[lane];
+        ((float*)(weights + blockIdx.x * weights_stride))[lane] = chosen / total * factor;
     }
-    total = normalised ? warp_sum(live_lane ? chosen : 0.f) + eps : 1.f;
-    if (!live_lane) return;
-    ((int*)(ids + blockIdx.x * ids_stride))[lane] = chosen_ids[lane];
-    ((float*)(weights + blockIdx.x * weights_stride))[lane] = chosen / total * factor;
 }
 
 #define ROUTE(P)                                                                                \

@@ -11,13 +11,18 @@ template <int U>
 __device__ __forceinline__ void norm_quantise(const u8* h, i64 h_stride, const float* w,
                                               const Targets& targets, const i64* live, int width,
                                               float eps) {
-    Weight<U> weight(w, width);
-    const i64 rows = begin(live);
-    if (blockIdx.x >= rows) return;
-    RowRegisters<U> row;
-    row.load(row_of(h, h_stride), width);
-    weight.scale(row, row.factor(width, eps), width);
-    emit_row(row, targets, width);
+    launch_next();
+    const i64 rows = *(volatile const i64*)live;
+#pragma unroll 1
+    for (int pass = first_pass(); pass < 2; pass++) {
+        Weight<U> weight(w, width);
+        if (pass) wait_for_previous();
+        if (blockIdx.x >= rows) continue;
+        RowRegisters<U> row;
+        row.template load<true>(row_of(h, h_stride), width);
+        weight.scale(row, row.factor(width, eps), width);
+        emit_row(row, targets, width, pass);
+    }
 }
 
 // The weights of a layer norm; b may be null. half: x is f16.
@@ -120,24 +125,29 @@ __device__ __forceinline__ void norm_add(const u8* h, i64 h_stride, const float*
                                          i64 x_stride, const float* w2, u8* sum, i64 sum_stride,
                                          const Targets& targets, const i64* live, int width,
                                          float eps, float eps2) {
-    Weight<U> weight(w, width), weight2(AGAIN ? w2 : w, width);
-    const i64 rows = begin(live);
-    if (blockIdx.x >= rows) return;
-    RowRegisters<U> row, base;
-    row.load(row_of(h, h_stride), width);
-    if (U == 1) base.load(row_of(x, x_stride), width);
-    weight.scale(row, row.factor(width, eps), width);
     float* out = (float*)(sum + (i64)blockIdx.x * sum_stride);
+    launch_next();
+    const i64 rows = *(volatile const i64*)live;
+#pragma unroll 1
+    for (int pass = U == 1 ? first_pass() : 1; pass < 2; pass++) {  // else registers would be spilled
+        Weight<U> weight(w, width), weight2(AGAIN ? w2 : w, width);
+        if (pass) wait_for_previous();
+        if (blockIdx.x >= rows) continue;
+        RowRegisters<U> row, base;
+        row.template load<true>(row_of(h, h_stride), width);
+        if (U == 1) base.template load<true>(row_of(x, x_stride), width);
+        weight.scale(row, row.factor(width, eps), width);
 #pragma unroll
-    for (int u = 0; u < U; u++) {
-        if (U > 1) base.load_unit(u, row_of(x, x_stride), width);
+        for (int u = 0; u < U; u++) {
+            if (U > 1) base.template load_unit<true>(u, row_of(x, x_stride), width);
 #pragma unroll
-        for (int k = 8 * u; k < 8 * u + 8; k++) row.v[k] += base.v[k];
-        row.store_unit(u, out, width);
+            for (int k = 8 * u; k < 8 * u + 8; k++) row.v[k] += base.v[k];
+            row.store_unit(u, out, pass ? width : 0);
+        }
+        if (!AGAIN) continue;
+        weight2.scale(row, row.factor(width, eps2), width);
+        emit_row(row, targets, width, pass);
     }
-    if (!AGAIN) return;
-    weight2.scale(row, row.factor(width, eps2), width);
-    emit_row(row, targets, width);
 }
 
 // act(gate) * up. A warp computes one unit of a line; a row has one or several lines.

@@ -23,13 +23,14 @@ template <int U> struct RowRegisters {
         return unit(u) + 8 * ((int)threadIdx.x % WARP);
     }
 
-    __device__ __forceinline__ void load_unit(int u, const float* row, int width) {
-        load_floats(v + 8 * u, row, column(u), width);
+    // L2: by `load_l2`.
+    template <bool L2 = false> __device__ __forceinline__ void load_unit(int u, const float* row, int width) {
+        load_floats<L2>(v + 8 * u, row, column(u), width);
     }
 
-    __device__ __forceinline__ void load(const float* row, int width) {
+    template <bool L2 = false> __device__ __forceinline__ void load(const float* row, int width) {
 #pragma unroll
-        for (int u = 0; u < U; u++) load_unit(u, row, width);
+        for (int u = 0; u < U; u++) load_unit<L2>(u, row, width);
     }
 
     __device__ __forceinline__ void store_unit(int u, float* row, int width) const {

@@ -15,15 +15,15 @@ __device__ __forceinline__ int column_of(int item) { return 4 * ((int)threadIdx.
 
 // Store one unit of the norm per warp, from unit `first` on.
 __device__ __forceinline__ void store_norm(const float* h, const float* g, float factor, const Targets& targets,
-                                           int first, int width) {
+                                           int first, int width, bool store) {
     const int unit = UNIT * (first + (int)threadIdx.x / WARP), at = unit + 8 * (threadIdx.x % WARP);
     if (unit >= width) return;
     float v[8], own[8];
-    load_floats(v, h, at, width);
+    load_floats<true>(v, h, at, width);
     load_floats(own, g, at, width);
 #pragma unroll
     for (int i = 0; i < 8; i++) v[i] = v[i] * factor * own[i];
-    emit<8>(v, targets, 0, 0, unit, width);
+    emit<8>(v, targets, 0, 0, unit, width, store);
 }
 
 // h and g are aligned to 16 bytes, and `width` is a multiple of four. bias may be null.
@@ -49,28 +49,32 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     const float more = product && bias ? bias[row] : 0.f;
     const i64 rows = *(volatile const i64*)live;
-    wait_for_previous();
-    if (rows < 1) return;
-    float4 v[ITEMS] = {};
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-        if (column_of(i) < width) v[i] = *(const float4*)(h + column_of(i));
-    float sum = 0, squares = 0;
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-        squares += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
-        sum += v[i].x * weight[i].x + v[i].y * weight[i].y + v[i].z * weight[i].z + v[i].w * weight[i].w;
-    }
     __shared__ float2 parts[THREADS / WARP];
-    sum = warp_sum(sum), squares = warp_sum(squares);
-    if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = make_float2(sum, squares);
-    __syncthreads();
-    sum = squares = 0;
+#pragma unroll 1
+    for (int pass = first_pass(); pass < 2; pass++) {
+        __syncthreads();  // all have read the parts
+        if (pass) wait_for_previous();
+        if (rows < 1) continue;
+        float4 v[ITEMS] = {};
 #pragma unroll
-    for (int i = 0; i < THREADS / WARP; i++) sum += parts[i].x, squares += parts[i].y;
-    const float factor = rms_factor(squares, width, eps);
-    if (!product)
-        store_norm(h, g, factor, targets, (row - experts) * (THREADS / WARP), width);
-    else if (threadIdx.x == 0)
-        logits[row] = sum * factor + more;
+        for (int i = 0; i < ITEMS; i++)
+            if (column_of(i) < width) v[i] = load_l2((const float4*)(h + column_of(i)));
+        float sum = 0, squares = 0;
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            squares += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
+            sum += v[i].x * weight[i].x + v[i].y * weight[i].y + v[i].z * weight[i].z + v[i].w * weight[i].w;
+        }
+        sum = warp_sum(sum), squares = warp_sum(squares);
+        if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = make_float2(sum, squares);
+        __syncthreads();
+        sum = squares = 0;
+#pragma unroll
+        for (int i = 0; i < THREADS / WARP; i++) sum += parts[i].x, squares += parts[i].y;
+        const float factor = rms_factor(squares, width, eps);
+        if (!product)
+            store_norm(h, g, factor, targets, (row - experts) * (THREADS / WARP), width, pass);
+        else if (threadIdx.x == 0 && pass)
+            logits[row] = sum * factor + more;
+    }
 }

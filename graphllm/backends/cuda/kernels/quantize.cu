@@ -6,18 +6,23 @@
 template <int N>
 __device__ __forceinline__ void quantise(const u8* x, i64 stride, u8* out, i64 out_stride,
                                          const i64* live, int lines, int width, int out_line) {
-    const i64 rows = begin(live);
     i64 row = blockIdx.x / lines;
     int line = blockIdx.x % lines;
     int first = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * 32 * N;
-    if (row >= rows || first >= width) return;
     const float* from = (const float*)(x + row * stride) + (i64)line * width;
-    float v[N];
-    if constexpr (N == 8)
-        load_floats(v, from, first + 8 * (threadIdx.x % WARP), width);
-    else
-        v[0] = from[first + threadIdx.x % WARP];
-    emit_to<N>(v, {out, out_stride, 32 * N, out_line}, row, line, first, width);
+    launch_next();
+    const i64 rows = *(volatile const i64*)live;
+#pragma unroll 1
+    for (int pass = first_pass(); pass < 2; pass++) {
+        if (pass) wait_for_previous();
+        if (row >= rows || first >= width) continue;
+        float v[N];
+        if constexpr (N == 8)
+            load_floats<true>(v, from, first + 8 * (threadIdx.x % WARP), width);
+        else
+            v[0] = load_l2(from + first + threadIdx.x % WARP);
+        emit_to<N>(v, {out, out_stride, 32 * N, out_line}, row, line, first, width, pass);
+    }
 }
 
 extern "C" __global__ void quantise_32(const u8* x, i64 stride, u8* out, i64 out_stride,

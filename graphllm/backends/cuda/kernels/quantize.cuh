@@ -119,11 +119,12 @@ __device__ __forceinline__ void store8(u8* to, uint2 q) {
 }
 
 // Store a block of 32: q, d and sum go to the planes of a row of `width` elements, from element `first`
-// on. The same holds for the functions below.
-__device__ __forceinline__ void emit_32(float v, u8* row, int first, int width) {
+// on. The same holds for the functions below. Without `store`, for warm-up passes, nothing is stored.
+__device__ __forceinline__ void emit_32(float v, u8* row, int first, int width, bool store = true) {
     int lane = threadIdx.x % WARP;
     BlockScale scale(warp_max(abs_bits(v)));
     int q = quantised(v, scale.inverse), sum = warp_sum(q);
+    if (!store) return;
     ((i8*)row)[first + lane] = (i8)q;
     if (lane) return;
     ((float*)(row + width))[first / 32] = scale.d;
@@ -131,7 +132,7 @@ __device__ __forceinline__ void emit_32(float v, u8* row, int first, int width) 
 }
 
 // Store up to eight blocks of 32, each held by four lanes.
-__device__ __forceinline__ void emit_32(const float* v, u8* row, int first, int width) {
+__device__ __forceinline__ void emit_32(const float* v, u8* row, int first, int width, bool store = true) {
     const int lane = threadIdx.x % WARP, at = first + 8 * lane;
     u32 most = largest8(v);
     most = larger(most, __shfl_xor_sync(FULL, most, 1));
@@ -140,7 +141,7 @@ __device__ __forceinline__ void emit_32(const float* v, u8* row, int first, int 
     int sum = sum8(q);
     sum += __shfl_xor_sync(FULL, sum, 1);
     sum += __shfl_xor_sync(FULL, sum, 2);
-    if (at >= width) return;
+    if (at >= width || !store) return;
     store8(row + at, q);
     if (lane % 4) return;
     ((float*)(row + width))[at / 32] = scale.d;
@@ -148,12 +149,13 @@ __device__ __forceinline__ void emit_32(const float* v, u8* row, int first, int 
 }
 
 // Store a block of 256.
-__device__ __forceinline__ void emit_256(const float* v, u8* row, int first, int width) {
+__device__ __forceinline__ void emit_256(const float* v, u8* row, int first, int width, bool store = true) {
     const int lane = threadIdx.x % WARP;
     BlockScale scale(warp_max(largest8(v)));
     const uint2 q = quantised8(v, scale.inverse);
     int sum = sum8(q);
     sum += __shfl_xor_sync(FULL, sum, 1);
+    if (!store) return;
     store8(row + first + 8 * lane, q);
     if (lane == 0) ((float*)(row + width))[first / 256] = scale.d;
     i16* sums = (i16*)(row + width + width / 64);
@@ -161,13 +163,13 @@ __device__ __forceinline__ void emit_256(const float* v, u8* row, int first, int
 }
 
 // Store up to two blocks of 128, each held by half of the lanes.
-__device__ __forceinline__ void emit_128(const float* v, u8* row, int first, int width) {
+__device__ __forceinline__ void emit_128(const float* v, u8* row, int first, int width, bool store = true) {
     const int at = first + 8 * (threadIdx.x % WARP);
     u32 most = largest8(v);
 #pragma unroll
     for (int o = 8; o; o >>= 1) most = larger(most, __shfl_xor_sync(FULL, most, o));
     BlockScale scale(most, E4M3_STEPS);
-    if (at >= width) return;
+    if (at >= width || !store) return;
     store8(row + at, e4m3_of8(v, scale.inverse));
     if (at % 128 == 0) ((float*)(row + width))[at / 128] = scale.d;
     if (at == 0)  // rows are padded with zeros to multiples of 32 bytes
@@ -175,12 +177,14 @@ __device__ __forceinline__ void emit_128(const float* v, u8* row, int first, int
 }
 
 // Store a unit as f16 or bf16.
-__device__ __forceinline__ void emit_halves(const float* v, int kind, u16* row, int first, int width) {
+__device__ __forceinline__ void emit_halves(const float* v, int kind, u16* row, int first, int width,
+                                            bool store = true) {
     const int at = first + 8 * (threadIdx.x % WARP);
     u32 pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
         pairs[i] = to_half(kind, v[2 * i]) | (u32)to_half(kind, v[2 * i + 1]) << 16;
+    if (!store) return;
     if (at + 8 <= width && (u64)(row + at) % 16 == 0) {
         *(uint4*)(row + at) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         return;
@@ -193,36 +197,36 @@ __device__ __forceinline__ void emit_halves(const float* v, int kind, u16* row, 
 // Store a unit to one target. Elements beyond the row's `width` are ignored (blocks are whole).
 template <int N>
 __device__ __forceinline__ void emit_to(const float* v, const Target& t, i64 row, int line, int first,
-                                        int width) {
+                                        int width, bool store = true) {
     u8* to = t.at + row * t.stride + line * (i64)t.line;
     if constexpr (N == 1) {
         const int column = first + threadIdx.x % WARP;
         if (t.block > 2)
-            emit_32(v[0], to, first, width);
-        else if (column < width && t.block)
+            emit_32(v[0], to, first, width, store);
+        else if (column < width && store && t.block)
             ((u16*)to)[column] = to_half(t.block, v[0]);
-        else if (column < width)
+        else if (column < width && store)
             ((float*)to)[column] = v[0];
     } else if (t.block == 32) {
-        emit_32(v, to, first, width);
+        emit_32(v, to, first, width, store);
     } else if (t.block == 256) {
-        emit_256(v, to, first, width);
+        emit_256(v, to, first, width, store);
     } else if (t.block == F8_128) {
-        emit_128(v, to, first, width);
+        emit_128(v, to, first, width, store);
     } else if (t.block) {
-        emit_halves(v, t.block, (u16*)to, first, width);
+        emit_halves(v, t.block, (u16*)to, first, width, store);
     } else {
-        store_floats(v, (float*)to, first + 8 * (threadIdx.x % WARP), width);
+        store_floats(v, (float*)to, first + 8 * (threadIdx.x % WARP), store ? width : 0);
     }
 }
 
 // Store a unit to all targets. N is 8 if one of them has blocks of 128 or 256, f16 or bf16, else 1.
 template <int N>
 __device__ __forceinline__ void emit(const float* v, const Targets& targets, i64 row, int line,
-                                     int first, int width) {
+                                     int first, int width, bool store = true) {
 #pragma unroll 1
     for (int i = 0; i < targets.count; i++)
-        emit_to<N>(v, i ? targets.t[1] : targets.t[0], row, line, first, width);
+        emit_to<N>(v, i ? targets.t[1] : targets.t[0], row, line, first, width, store);
 }
 
 #define MOST_FLOATS 1024  // depth up to which a GEMV quantizes float32 activations itself
@@ -237,13 +241,16 @@ __device__ __forceinline__ void quantise_row(const float* row, u8* to, int width
 #pragma unroll
     for (int i = 0; i < EACH; i++)
         load_floats(v[i], row, first + i * SHARERS * UNIT + 8 * (threadIdx.x % WARP), width);
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int unit = first + i * SHARERS * UNIT;
-        if (unit >= width) return;
+    // A loop, since a launch has to fetch its code; the unit to store is always the first one.
+#pragma unroll 1
+    for (int unit = first; unit < min(width, MOST_FLOATS); unit += SHARERS * UNIT) {
         if (BLOCK == 32)
-            emit_32(v[i], to, unit, width);
+            emit_32(v[0], to, unit, width);
         else
-            emit_256(v[i], to, unit, width);
+            emit_256(v[0], to, unit, width);
+#pragma unroll
+        for (int i = 0; i + 1 < EACH; i++)
+#pragma unroll
+            for (int e = 0; e < 8; e++) v[i][e] = v[i + 1][e];
     }
 }

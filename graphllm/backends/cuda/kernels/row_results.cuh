@@ -21,19 +21,21 @@ __device__ __forceinline__ void emit_scaled(const RowRegisters<U>& row, const Ta
     store_tail(t.block, scale, sum, to, width);
 }
 
+// Without `store`, for warm-up passes, nothing is stored, nor computed for targets with one scale.
 template <int U>
-__device__ __forceinline__ void emit_row(const RowRegisters<U>& row, const Targets& targets, int width) {
+__device__ __forceinline__ void emit_row(const RowRegisters<U>& row, const Targets& targets, int width,
+                                         bool store = true) {
 #pragma unroll 1
     for (int i = 0; i < targets.count; i++) {
         const Target t = i ? targets.t[1] : targets.t[0];
         if (has_row_scale(t.block)) {
-            emit_scaled(row, t, width);
+            if (store) emit_scaled(row, t, width);
             continue;
         }
 #pragma unroll
         for (int u = 0; u < U; u++) {
             const int first = RowRegisters<U>::unit(u);
-            if (first < width) emit_to<8>(row.v + 8 * u, t, blockIdx.x, 0, first, width);
+            if (first < width) emit_to<8>(row.v + 8 * u, t, blockIdx.x, 0, first, width, store);
         }
     }
 }

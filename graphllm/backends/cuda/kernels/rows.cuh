@@ -6,16 +6,18 @@ __device__ __forceinline__ bool whole_vectors(const float* row, int at, int widt
     return at + 8 <= width && (u64)(row + at) % 16 == 0;
 }
 
-// Load them; those beyond the row become zero.
+// Load them; those beyond the row become zero. L2: by `load_l2`.
+template <bool L2 = false>
 __device__ __forceinline__ void load_floats(float* v, const float* row, int at, int width) {
     if (whole_vectors(row, at, width)) {
-        float4 a = *(const float4*)(row + at), b = *(const float4*)(row + at + 4);
+        const float4 *one = (const float4*)(row + at), *two = one + 1;
+        const float4 a = L2 ? load_l2(one) : *one, b = L2 ? load_l2(two) : *two;
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
         v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
         return;
     }
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = at + i < width ? row[at + i] : 0.f;
+    for (int i = 0; i < 8; i++) v[i] = at + i >= width ? 0.f : L2 ? load_l2(row + at + i) : row[at + i];
 }
 
 // The same of a row of f16 if `half`, else of float32.
