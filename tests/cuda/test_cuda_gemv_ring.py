@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -33,6 +34,9 @@ from graphllm.loading.load import build_decoder
 from graphllm.model.decoder import Limits
 from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.weights import Arrays
+
+# Fused ops whose linears of int8 activations multiply a norm, and have no rings.
+NORMED = ("linear_add_norm_gated", "linear_add_norm_linears")
 
 
 @pytest.fixture
@@ -105,7 +109,17 @@ def test_all_linears_of_one_token_have_rings(model, kind, paper):
 @pytest.mark.parametrize("kind, rings", [("q8_0", 4), ("q4_k_m", 5)])
 def test_other_formats_can_have_rings(kind, rings, paper, rings_everywhere):
     """v, in another format than q and k, has its own."""
-    all_have_rings(plan_on_paper(paper((9, 0)), "mistral-7b", kind), rings)
+    device = paper((9, 0), Options(without=NORMED))
+    all_have_rings(plan_on_paper(device, "mistral-7b", kind), rings)
+
+
+def test_rings_of_two_launches_of_a_small_model_fit(paper):
+    """One without residual and the next one, with it, but not two of those with it."""
+    own = plan_on_paper(paper((9, 0)), "llama-1b", "f16")
+    *rings, head = [w.shared + 1024 for w in own if w.function.module.file == "gemv_ring.cu"]
+    whole = max_shared((9, 0)) + 1024  # of a multiprocessor; 1 KB of each block is the system's
+    assert len(rings) == 8 and all(a + b <= whole for a, b in pairwise(rings))
+    assert all(2 * second > whole for second in rings[1::2]) and 2 * head > whole
 
 
 def test_a_ring_has_room_beside_the_sums_of_the_rows_of_a_block(paper, rings_everywhere):
@@ -218,7 +232,7 @@ def test_a_layer_has_the_results_of_gemv(name, depth, monkeypatch, rings_everywh
     for with_rings in (True, False):
         if not with_rings:
             leave_linears_to_gemv(monkeypatch)
-        executor = GuardedExecutor(Arrays(stored), ORDER)
+        executor = GuardedExecutor(Arrays(stored), ORDER, Options(without=NORMED))
         plan = executor.compile(made)
         results = [executor.run(plan, feeds) for _ in range(4)]
         capability = executor.devices.of(executor.backends[0]).gpu.capability

@@ -34,6 +34,11 @@ _OTHERS_SHARED = 36 << 10  # of these for the kernels that run meanwhile
 _HALF_SHARED = 116 << 10  # of these, more than half, so that a multiprocessor has one block
 _SLOT_NBYTES, _MOST_SLOT_NBYTES = 20 << 10, 64 << 10  # that suffice, and at most
 _MOST_PARTS_NBYTES = 64 << 10  # of the sums of a block's rows, so that a ring has room beside them
+# Launches of small models (most elements of the residual's rows, and bytes of the weights) have
+# smaller rings: one of a launch without residual fits beside one of a launch with it, so that the
+# next launch fills its ring while the present one multiplies. Two of the latter do not fit.
+_SMALL_ROW, _SMALL_NBYTES = 3072, 80 << 20
+_SMALL_RINGS = 105 << 10, 116 << 10  # bytes of shared memory: without residual, and with one
 _PASSES = 8  # rows of a slot that a lane multiplies, one after the other
 
 
@@ -111,14 +116,31 @@ def launch(ctx: KernelContext, jobs: Sequence[Job], act: int) -> Launch | None:
     parts = 4 * WARPS * most
     if parts > _MOST_PARTS_NBYTES:
         return None
-    room = max_shared(gpu.capability) - _OTHERS_SHARED - parts
-    slots = min(room // own.slot_nbytes, _MAX_SLOTS, ceil(rows, own.rows))
+    least, room = _shared_nbytes(jobs[0], nbytes, max_shared(gpu.capability) - _OTHERS_SHARED)
+    slots = min((room - parts) // own.slot_nbytes, _MAX_SLOTS, ceil(rows, own.rows))
+    if slots < 1:
+        return None
     return Launch(
         kernel(kind, own, gated), (gpu.processors,), (32 * (WARPS + 1),),
         (x.address, ctx.live_address(x.meta.rows), matrices_argument(jobs), act, most, slots),
-        max(slots * own.slot_nbytes + parts, _HALF_SHARED), shared_percent=MOSTLY_SHARED,
+        max(slots * own.slot_nbytes + parts, least), shared_percent=MOSTLY_SHARED,
         prefetches=[job.w for job in jobs],
     )  # fmt: skip
+
+
+def _shared_nbytes(job: Job, nbytes: int, room: int) -> tuple[int, int]:
+    """Least and most bytes of shared memory of a block, of ``room``.
+
+    Args:
+        job: the first linear of the launch.
+        nbytes: bytes of the launch's weights.
+        room: bytes that a block may have.
+    """
+    row = job.depth if job.residual is None else job.rows
+    if row > _SMALL_ROW or nbytes >= _SMALL_NBYTES:
+        return _HALF_SHARED, room
+    first, second = _SMALL_RINGS
+    return (0, first) if job.residual is None else (_HALF_SHARED, second)
 
 
 def has_room(capability: tuple[int, int]) -> bool:
