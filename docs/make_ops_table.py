@@ -179,7 +179,9 @@ def page() -> str:
     found, known = [backends.find(name) for name in ORDER], sorted(ops.registry().items())
     rows = [[f"`{name}`", *(support(b, op, groups(op)) for b in found)] for name, op in known]
     lines = [HEAD, *table(["op", *ORDER], rows), "", *exceptions(found), "", FORMATS]
-    readers = [op for _, op in known if any(form.block > 1 for form in formats_of(op))]
+    readers = [  # those with any number of tokens
+        op for _, op in known if op.samples[0].env and any(f.block > 1 for f in formats_of(op))
+    ]
     for backend in found:
         rows = [
             [form.name, *(cell(backend, op, form) for op in readers)]

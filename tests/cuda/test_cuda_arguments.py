@@ -15,7 +15,7 @@ STRUCTS = (
     ("experts.cuh", "Experts"), ("experts.cuh", "Group"), ("head_rotation.cuh", "Heads"),
     ("kv_cache.cuh", "Pool"), ("matrices.cuh", "Matrices"), ("matrices.cuh", "Matrix"),
     ("new_tokens.cuh", "NewTokens"), ("penalties.cu", "Penalties"),
-    ("quantize.cuh", "Target"), ("quantize.cuh", "Targets"),
+    ("quantize.cuh", "Target"), ("quantize.cuh", "Targets"), ("split_norm.cuh", "SplitNorm"),
     ("rope.cuh", "Rotation"), ("sampling.cuh", "Settings"), ("step.cu", "State"),
     ("block_tables.cuh", "TableGroup"), ("drafts.cu", "Drafts"), ("drafts.cu", "Rows"),
 )  # fmt: skip

@@ -174,6 +174,7 @@ CHOICES = {
     "graphllm/ops/attention.py": "KV cache",
     "graphllm/ops/experts.py": "samples",
     "graphllm/ops/fused/linear.py": "samples",
+    "graphllm/ops/fused/linear_norm.py": "samples",
     "graphllm/ops/kv_cache.py": "KV cache",
     "graphllm/ops/linear.py": "samples",
     "graphllm/ops/quantise.py": "samples",

@@ -12,7 +12,7 @@ FUSED = sorted(fusion.rules())
 # Rules that only save launch overhead, which is negligible on the CPU. They are tested in
 # test_cuda.py and, without a GPU, in test_cuda_plans.py.
 NOT_ON_CPU = {"combine_add", "expert_clamped", "expert_gated", "expert_linear_add",
-              "linear_add_quantise",
+              "linear_add_norm_gated", "linear_add_norm_linears", "linear_add_quantise",
               "linear_quantise", "linears_quantise", "norm_router",
               "packed_attention_quantise", "rope_attention", "rope_attention_quantise",
               "route"}  # fmt: skip

@@ -68,10 +68,16 @@ def norm_add(ctx: KernelContext) -> Launch:
 
 @BACKEND.kernel("norm_quantise", **_rules("x", when=_norms))
 def norm_quantise(ctx: KernelContext) -> Launch:
-    x, rows, width, forms = ctx.x, ctx.x.meta.rows, ctx.x.width, ctx.results
-    args = (x.address, x.row_stride, ctx.w.address, targets(forms), ctx.live_address(rows), width,
-            float(ctx.attrs["eps"]))  # fmt: skip
-    return _launch("norm_quantise", ctx, width, args, ctx.w)
+    return norm(ctx, ctx.x, ctx.w, ctx.results, float(ctx.attrs["eps"]))
+
+
+def norm(
+    ctx: KernelContext, x: OperandRef, w: OperandRef, forms: Sequence[OperandRef], eps: float
+) -> Launch:
+    """The RMS norm of x with weight w, written to at most two results, f32 or quantized."""
+    args = (x.address, x.row_stride, w.address, targets(forms), ctx.live_address(x.meta.rows),
+            x.width, eps)  # fmt: skip
+    return _launch("norm_quantise", ctx, x.width, args, w)
 
 
 def _narrow_rows(node: Tensor, options: Options) -> str | None:

@@ -9,7 +9,8 @@
 // For one token only: ROW_LANES: lanes that share a row; if fewer than 32, a warp takes ROWS rows for each
 // group of them, so that all lanes have items of a shallow matrix. SHARED_BY: warps that share the depth of
 // a row. AHEAD: request the next items before multiplying the current ones. STAGED: copy the activations
-// (int8) to shared memory, where reading them does not queue behind weight loads.
+// (int8) to shared memory, where reading them does not queue behind weight loads. NORM_AFTER, NORM_BEFORE: the linear is before
+// or after a norm, see split_norm.cuh; one before a norm has blocks of 32 rows.
 
 #define LONE (TOKENS == 1)
 // Whether pointers to the next items are kept, instead of indexes: a third fewer instructions for int8
@@ -19,6 +20,7 @@
 #endif
 #include "dot.cuh"
 #include "matrices.cuh"
+#include "split_norm.cuh"
 
 #if LONE
 #define BOUNDS __launch_bounds__(WARP * WARPS, RESIDENT)
@@ -27,10 +29,11 @@
 #endif
 #define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads
 static_assert(ROW_LANES == WARP || SHARED_BY == 1, "groups of lanes share no rows");
+static_assert(LONE || !NORM_BEFORE && !NORM_AFTER, "norms of one token");
 
 // y = x w^T for up to three matrices of one format and depth k, whose rows are numbered consecutively.
 extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* live, int k,
-                                         Matrices all, int act TIMESTAMPS) {
+                                         Matrices all, int act SPLIT_NORM TIMESTAMPS) {
     RECORD_TIMESTAMPS
     if (NEXT == 0) launch_next();
     constexpr int GROUPS = WARP / ROW_LANES;  // of lanes, numbered like warps
@@ -87,6 +90,16 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
     const bool aligned = TOKENS == 1 || ((u64)x % 16 == 0 && x_stride % 16 == 0);
     if (first >= tokens) return;
     const u8* lone = x;
+#if NORM_BEFORE
+    SplitNormFactor norm_factor(split_norm);
+#elif NORM_AFTER
+    // The first warp stores all rows of the block, and requests early what it needs for that.
+    const int first_row = (int)blockIdx.x * WARP, own_row = first_row + threadIdx.x % WARP;
+    const bool stores = threadIdx.x < WARP;
+    const float norm_weight = stores ? load_l2(split_norm.weight + own_row) : 0.f;
+    const float bias = stores && m.bias ? m.bias[own_row] : 0.f;
+    const float residual = stores && m.residual ? load_l2((const float*)m.residual + own_row) : 0.f;
+#endif
 #if STAGED
     DYNAMIC_SHARED(uint4, staged);
     // int8, and for each block of 32 a scale and a sum, or for each of 256 a scale and 16 sums
@@ -157,6 +170,9 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
     constexpr int SUMS = STREAMS * ROWS, EACH = ROW_LANES / SUMS;  // lanes with the same sum
     const int mine = lane / EACH, r = mine % ROWS;
     Sum total = warp_sums<SUMS, ROW_LANES>(&sums[0][0][0], lane);
+#if NORM_BEFORE
+    const float factor = norm_factor.get(split_norm);
+#endif
 #if SHARED_BY > 1
     __shared__ Sum parts[WARPS][SUMS];
     if (lane % EACH == 0) parts[warp][mine] = total;
@@ -165,11 +181,23 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
 #pragma unroll
     for (int other = 1; other < SHARED_BY; other++) total += parts[warp + other][mine];
 #endif
-#if GATED
+#if NORM_AFTER
+    static_assert(WARPS * GROUPS / SHARED_BY * ROWS == WARP, "a block of int8");
+    __shared__ float results[WARP];
+    if (lane % EACH == 0) results[place - first_row + r] = scaled(total, m.w, row + r, x, k);
+    __syncthreads();
+    if (!stores) return;
+    const float value = results[threadIdx.x] + bias + residual;
+    ((float*)all.m[0].y)[own_row] = value;
+    store_norm_block(split_norm, value, norm_weight, first_row);
+#elif GATED
     const Matrix& up = all.m[1];
     const Sum second = __shfl_down_sync(FULL, total, ROW_LANES / 2);
     if (lane % EACH || lane >= ROW_LANES / 2 || place + r >= m.rows) return;
     float sum = scaled(total, m.w, row + r, x, k), other = scaled(second, up.w, row + r, x, k);
+#if NORM_BEFORE
+    sum *= factor, other *= factor;
+#endif
     if (m.bias) sum += m.bias[row + r];
     if (up.bias) other += up.bias[row + r];
     ((float*)(m.y + first * m.y_stride))[row + r] = activate(act, sum) * other;
@@ -178,7 +206,12 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
     asm volatile("" : "+r"(place));  // find the matrix again: keeping its fields would take 20 registers
     row = place, m = all.m[0];
     find_matrix<ROWS>(all, row, m);
-    if (row + r < m.rows) finish(m, first, row + r, scaled(total, m.w, row + r, x, k));
+    if (row + r >= m.rows) return;
+    float result = scaled(total, m.w, row + r, x, k);
+#if NORM_BEFORE
+    result *= factor;
+#endif
+    finish(m, first, row + r, result);
 #endif
 #else
 #pragma unroll

@@ -6,9 +6,10 @@ smaller models; docs/design/cuda.md has the results.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ....graph.dtype import dtype
+from . import split_norm
 from .gemm import PLAIN
 
 _BUSY = 20  # warps that keep a multiprocessor busy
@@ -60,6 +61,7 @@ _SHAPES: dict[tuple[str, bool], dict[int, Shape]] = {  # by (format, gated), the
         _ANY: Shape(2, 2, 1, warps=8),
     },
 }
+_BEFORE_NORM = {"q4_0": Shape(1, 2, 1), "q8_0": Shape(1, 4, 1)}  # of 1,024 to 8,191 elements
 DEPTHS = (0, *sorted({end for ends in _SHAPES.values() for end in ends} - {_ANY}))  # of all shapes
 
 
@@ -83,6 +85,18 @@ def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Sha
         return default
     shapes = _SHAPES.get((_SAME.get(name, name), gated), {})
     return next((found for end, found in shapes.items() if k < end), default)
+
+
+def before_norm(name: str, k: int) -> Shape:
+    """The shape for one token of a linear whose thread blocks have the rows of a block of int8, see
+    split_norm.cuh. No warps share a row."""
+    own = shape(name, True, k, False)
+    if name in _BEFORE_NORM and 1024 <= k < 8192:
+        own = _BEFORE_NORM[name]
+    elif own.rows < own.lanes // 16 and own.depth > 2:  # 32 warps have 64 registers each
+        own = replace(own, rows=2 * own.rows, depth=own.depth // 2)
+    warps = split_norm.ROWS * own.lanes // 32 // own.rows
+    return replace(own, warps=warps, split=0, resident=1)
 
 
 def default_next(name: str) -> int:

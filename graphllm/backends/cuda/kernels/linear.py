@@ -16,7 +16,7 @@ from typing import Any
 
 from .... import ops
 from ....formats import ROW_FORMATS, activation_of
-from ....formats.activations import F8_ROW
+from ....formats.activations import A8_32, F8_ROW
 from ....graph.dtype import F32, dtype
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
@@ -43,6 +43,7 @@ from .gemm import (
 from .gemv_shapes import Shape
 from .matrices import MAX_FUSED_LINEARS, MAX_TOKENS, matrices_argument
 from .quantize import HALVES, dequantise
+from .split_norm import SplitNorm
 from .weight_packing import INTEGERS, PACK, QUANTISED, item_elements
 
 Pair = tuple[Tensor | None, Tensor | None]  # activation and weight of a linear
@@ -61,14 +62,17 @@ _GEMV_TOKENS = (1, 2, 4, 8)  # tokens that a GEMV kernel takes at a time
 
 
 def _gemv_kernel(
-    name: str, integer: bool, shape: Shape, tokens: int = 1, gated: bool = False, shared: int = 1
-) -> Function:
-    """gemv.cu for a format; the file describes the macros."""
+    name: str, integer: bool, shape: Shape, tokens: int = 1, gated: bool = False, shared: int = 1,
+    norm: str = "",
+) -> Function:  # fmt: skip
+    """gemv.cu for a format; the file describes the macros, which include NORM_BEFORE or NORM_AFTER
+    if ``norm`` is "BEFORE" or "AFTER"."""
+    own = {f"NORM_{norm}": 1} if norm else {}
     made = module(
         "gemv", FORMAT=name.upper(), INTEGER=int(integer), TOKENS=tokens, ROWS=shape.rows,
         DEPTH=shape.depth, GATED=int(gated), NEXT=shape.next, SHARED_BY=shared, WARPS=shape.warps,
         AHEAD=int(shape.ahead), STAGED=int(shape.staged), RESIDENT=shape.resident,
-        ROW_LANES=shape.lanes,
+        ROW_LANES=shape.lanes, **own,
     )  # fmt: skip
     return made["gemv"]
 
@@ -90,7 +94,10 @@ def _token_counts(name: str, integer: bool) -> tuple[int, ...]:
     return _GEMV_TOKENS if name in PLAIN else _GEMV_TOKENS[:3]
 
 
-def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
+def gemv(
+    ctx: KernelContext, jobs: Sequence[Job], act: int = -1, *, before: SplitNorm | None = None,
+    after: SplitNorm | None = None,
+) -> Launch:  # fmt: skip
     """Linears of few tokens, or a gated unit, in one launch.
 
     Args:
@@ -98,6 +105,8 @@ def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
         jobs: at most `MAX_FUSED_LINEARS` linears of one activation and format.
         act: an activation as in `elementwise.ACTIVATIONS`: act(first) * second is written to the
             first job's result, see `can_fuse_gate`. -1: no gated unit.
+        before: the norm that the linears of one token are multiplied with.
+        after: the norm of the result of a linear of one token.
     """
     gated, weights = act >= 0, [job.w for job in jobs]
     x, w, k = jobs[0].x, jobs[0].w, jobs[0].depth
@@ -106,7 +115,7 @@ def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
         x.address, x.row_stride, ctx.live_address(x.meta.rows), k, matrices_argument(jobs)
     ]  # fmt: skip
     several = most > 1 or ctx.deterministic
-    ring = None if several else gemv_ring.launch(ctx, jobs, act)
+    ring = None if several or before or after else gemv_ring.launch(ctx, jobs, act)
     if ring is not None:
         return ring
     unaligned = x.dtype == F32 and (x.address % 16 or (x.row_stride % 16 and several))
@@ -115,12 +124,18 @@ def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
     sizes = _token_counts(name, x.dtype != F32)
     tokens = next((n for n in sizes if n >= most and not ctx.deterministic), sizes[-1])
     shape = gemv_shapes.shape(name, x.dtype != F32, k, gated, tokens)
+    if after is not None:
+        shape = gemv_shapes.before_norm(name, k)
     own = jobs[:1] if gated else jobs
     groups = sum(ceil(job.rows, shape.rows) for job in own)
     items = k // item_elements(w.dtype)
     shared = _warps_per_row(groups, items, shape, ctx) if shape.split else 1
-    kernel = _gemv_kernel(name, x.dtype != F32, shape, tokens, gated, shared)
+    place = "BEFORE" if before else "AFTER" if after else ""
+    kernel = _gemv_kernel(name, x.dtype != F32, shape, tokens, gated, shared, place)
     args.append(act)
+    if norm := before or after:
+        args.append(norm.argument())
+        weights.append(norm.weight)
     grid = (ceil(groups, shape.warps * 32 // shape.lanes // shared), ceil(most, tokens))
     staged = x.dtype.row_nbytes(k) if shape.staged else 0
     return Launch(kernel, grid, (32 * shape.warps,), args, staged, prefetches=weights)
@@ -350,6 +365,10 @@ def _all_instances() -> None:
             shape = gemv_shapes.shape(name, integer, k, gated)
             for shared in _WARPS_PER_ROW if shape.split else (1,):
                 _gemv_kernel(name, integer, shape, gated=gated, shared=shared)
+                if name in INTEGERS and integer and activation_of(dtype(name)) == A8_32:
+                    _gemv_kernel(name, True, shape, gated=gated, shared=shared, norm="BEFORE")
+            if name in INTEGERS and integer and not gated:
+                _gemv_kernel(name, True, gemv_shapes.before_norm(name, k), norm="AFTER")
     for name in QUANTISED:
         dequantize_module(dtype(name))
     for name in PLAIN:
