@@ -17,7 +17,7 @@ from cuda_cases import (
     quantised,
     run_bounded,
 )
-from paper_cuda import Empty, paper_fixture  # noqa: F401
+from paper_cuda import paper_fixture, plan_on_paper  # noqa: F401
 
 from graphllm import ops
 from graphllm.api import LLM
@@ -78,13 +78,8 @@ def test_rows_with_few_items_or_parts_of_items_are_refused(name, depth):
 # ---------------------------------------------------------------------------------------- plans
 
 
-def plan_on_paper(device, model: str, kind: str, tokens: int = 1) -> list[Launch]:
-    """The launches of a plan of two layers of a model."""
-    file = Empty(replace(SHAPES[model], layers=2), kind)
-    options = {"backends": ("cuda",), "options": device.options}
-    llm = LLM(file, build_decoder(file), options, Limits())
-    llm.executor.bind(llm.engine.plan(["ids"], tokens))
-    return [w for _, work in device.built for part in work for w in part if isinstance(w, Launch)]
+def launches_on_paper(device, model: str, kind: str, tokens: int = 1) -> list[Launch]:
+    return [w for _, own in plan_on_paper(device, SHAPES[model], kind, tokens) for w in own]
 
 
 def files(launches: list[Launch]) -> Counter[str]:
@@ -103,19 +98,19 @@ def all_have_rings(own: list[Launch], rings: int) -> None:
 @pytest.mark.parametrize("model", ["mistral-7b", "llama-1b"])
 def test_all_linears_of_one_token_have_rings(model, kind, paper):
     """q, k and v, o, the gated unit and down."""
-    all_have_rings(plan_on_paper(paper((9, 0)), model, kind), 4)
+    all_have_rings(launches_on_paper(paper((9, 0)), model, kind), 4)
 
 
 @pytest.mark.parametrize("kind, rings", [("q8_0", 4), ("q4_k_m", 5)])
 def test_other_formats_can_have_rings(kind, rings, paper, rings_everywhere):
     """v, in another format than q and k, has its own."""
     device = paper((9, 0), Options(without=NORMED))
-    all_have_rings(plan_on_paper(device, "mistral-7b", kind), rings)
+    all_have_rings(launches_on_paper(device, "mistral-7b", kind), rings)
 
 
 def test_rings_of_two_launches_of_a_small_model_fit(paper):
     """One without residual and the next one, with it, but not two of those with it."""
-    own = plan_on_paper(paper((9, 0)), "llama-1b", "f16")
+    own = launches_on_paper(paper((9, 0)), "llama-1b", "f16")
     *rings, head = [w.shared + 1024 for w in own if w.function.module.file == "gemv_ring.cu"]
     whole = max_shared((9, 0)) + 1024  # of a multiprocessor; 1 KB of each block is the system's
     assert len(rings) == 8 and all(a + b <= whole for a, b in pairwise(rings))
@@ -125,7 +120,7 @@ def test_rings_of_two_launches_of_a_small_model_fit(paper):
 def test_a_ring_has_room_beside_the_sums_of_the_rows_of_a_block(paper, rings_everywhere):
     """Of a head with 262,144 rows the 72 multiprocessors have 3,641 rows each: it has no ring. Rows
     of 640 elements, whose scales take 40 bytes, have rings."""
-    own = plan_on_paper(paper((9, 0)), "gemma3-270m", "q4_k_m")
+    own = launches_on_paper(paper((9, 0)), "gemma3-270m", "q4_k_m")
     assert max(w.shared for w in own) <= max_shared((9, 0))
     assert files(own)["gemv_ring.cu"] == 10 and files(own)["gemv.cu"] == 1
 
@@ -141,7 +136,7 @@ def test_a_ring_has_room_beside_the_sums_of_the_rows_of_a_block(paper, rings_eve
 def test_plans_without_rings(capability, model, kind, tokens, options, paper):
     """On GPUs with less shared memory, of several tokens, with experts, if deterministic, of small
     matrices, and with other formats than f16 and bf16."""
-    own = plan_on_paper(paper(capability, options), model, kind, tokens)
+    own = launches_on_paper(paper(capability, options), model, kind, tokens)
     assert own and "gemv_ring.cu" not in files(own)
     assert MOSTLY_SHARED not in {w.shared_percent for w in own}
 

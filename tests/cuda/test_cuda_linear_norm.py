@@ -9,32 +9,21 @@ from cases import groups
 from cuda_cases import need_gpu
 from cuda_results import unequal
 from op_runs import report
-from paper_cuda import Empty, paper_fixture  # noqa: F401
+from paper_cuda import paper_fixture, plan_on_paper  # noqa: F401
 
 from graphllm import ops
-from graphllm.api import LLM
 from graphllm.backends import Options
 from graphllm.backends.cuda.kernels import linear_norm
-from graphllm.backends.cuda.runtime.work import Launch
 from graphllm.checkpoints.model_shapes import SHAPES
-from graphllm.loading.load import build_decoder
-from graphllm.model.decoder import Limits
 
 OPS = ("linear_add_norm_gated", "linear_add_norm_linears")
 
 
-def plan_on_paper(device, shape, kind: str, tokens: int = 1) -> list[tuple[str, list[str]]]:
-    """Each step of a plan of two layers of a model, with the kernels that it launches."""
-    file = Empty(replace(shape, layers=2), kind)
-    options = {"backends": ("cuda",), "options": device.options}
+def kernels_on_paper(device, shape, kind: str, tokens: int = 1) -> list[tuple[str, list[str]]]:
+    """Ops of a plan on a GPU with 132 multiprocessors, each with the kernels that it launches."""
     device.gpu.processors = 132
-    llm = LLM(file, build_decoder(file), options, Limits())
-    llm.executor.bind(llm.engine.plan(["ids"], tokens))
-    return [
-        (step.node.op, [w.function.name for w in part if isinstance(w, Launch)])
-        for steps, work in device.built
-        for step, part in zip(steps, work)
-    ]
+    own = plan_on_paper(device, shape, kind, tokens)
+    return [(op, [w.function.name for w in launched]) for op, launched in own]
 
 
 MISTRAL = SHAPES["mistral-7b"]
@@ -43,7 +32,7 @@ MISTRAL = SHAPES["mistral-7b"]
 @pytest.mark.parametrize("kind", ["q4_0", "q8_0"])
 def test_only_the_first_and_the_last_norm_have_launches(kind, paper):
     """Two norms of each layer, and the last one."""
-    steps = plan_on_paper(paper((9, 0)), MISTRAL, kind)
+    steps = kernels_on_paper(paper((9, 0)), MISTRAL, kind)
     launched = [name for _, names in steps for name in names]
     assert sum("norm" in name for name in launched) == 2
     assert [op for op, _ in steps if "norm" in op and op in OPS] == [OPS[0], OPS[1], OPS[0]]
@@ -61,7 +50,7 @@ def test_only_the_first_and_the_last_norm_have_launches(kind, paper):
 def test_plans_with_launches_for_all_norms(kind, tokens, options, paper):
     """Of several tokens, if results must not depend on their number, of other activations than int8
     in blocks of 32."""
-    steps = plan_on_paper(paper((9, 0), options), MISTRAL, kind, tokens)
+    steps = kernels_on_paper(paper((9, 0), options), MISTRAL, kind, tokens)
     assert steps and not {op for op, _ in steps} & {*OPS}
 
 
@@ -69,7 +58,7 @@ def test_plans_with_launches_for_all_norms(kind, tokens, options, paper):
 def test_blocks_of_the_linear_before_the_norm_fill_the_gpu(width, fits, paper):
     """64, 128, 160 and 256 blocks on 132 multiprocessors: else the norm has a launch."""
     shape = replace(MISTRAL, dim=width, heads=width // 128, intermediate_size=8192)
-    steps = plan_on_paper(paper((9, 0)), shape, "q4_0")
+    steps = kernels_on_paper(paper((9, 0)), shape, "q4_0")
     names = [names for op, names in steps if op in OPS]
     assert len(names) == 3
     assert all(("norm_quantise_1" in each) == (not fits) for each in names)

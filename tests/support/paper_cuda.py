@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from graphllm.api import LLM
 from graphllm.backends import Options
 from graphllm.backends.cuda import BACKEND
 from graphllm.backends.cuda.runtime.device import CudaDevice
 from graphllm.backends.cuda.runtime.work import Launch
+from graphllm.checkpoints.model_shapes import ModelShape
 from graphllm.checkpoints.random_weights import RandomCheckpoint
+from graphllm.loading.load import build_decoder
+from graphllm.model.decoder import Limits
 
 
 class Paper(CudaDevice):
@@ -58,6 +63,21 @@ class Empty(RandomCheckpoint):
         info = self.info(name)
         shape = (math.prod(info.shape[:-1]), info.dtype.row_nbytes(info.shape[-1]))
         return np.broadcast_to(np.zeros(1, np.uint8), shape)
+
+
+def plan_on_paper(
+    device: Paper, shape: ModelShape, kind: str, tokens: int = 1
+) -> list[tuple[str, list[Launch]]]:
+    """Ops of a plan of two layers of a model in order, each with its launches."""
+    file = Empty(replace(shape, layers=2), kind)
+    options = {"backends": ("cuda",), "options": device.options}
+    llm = LLM(file, build_decoder(file), options, Limits())
+    llm.executor.bind(llm.engine.plan(["ids"], tokens))
+    return [
+        (step.node.op, [w for w in part if isinstance(w, Launch)])
+        for steps, work in device.built
+        for step, part in zip(steps, work)
+    ]
 
 
 @pytest.fixture(name="paper")

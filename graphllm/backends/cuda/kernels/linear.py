@@ -193,13 +193,16 @@ def few_tokens(
     return KernelContext.upper_bound(x.meta.rows) <= most
 
 
-def launches(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Work]:
+def launches(
+    ctx: KernelContext, jobs: Sequence[Job], workspace: int, before: SplitNorm | None = None
+) -> list[Work]:
     """Work of several linears; those of one activation and format share launches.
 
     Args:
         ctx: the step.
         jobs: the linears.
         workspace: address of `workspace_nbytes` bytes.
+        before: the norm that the linears of one token are multiplied with, see `gemv`.
     """
     groups: dict[tuple[int, str], list[Job]] = {}  # by activation and kernel
     for job in map(e4m3_copy.on_copy, jobs):
@@ -222,8 +225,8 @@ def launches(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Wo
             work += gemms(ctx, own, workspace)
             continue
         if kind.startswith("floats of"):
-            before, x = dequantise(ctx, own[0].x, workspace, F32)
-            work.append(before)
+            upcast, x = dequantise(ctx, own[0].x, workspace, F32)
+            work.append(upcast)
             own = [replace(job, x=x) for job in own]
         for i in range(0, len(own), MAX_FUSED_LINEARS):
             some = own[i : i + MAX_FUSED_LINEARS]
@@ -234,7 +237,7 @@ def launches(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Wo
             elif kind.startswith("bytes of"):
                 work.append(linear_bytes.launch(ctx, some))
             else:
-                work.append(gemv(ctx, some))
+                work.append(gemv(ctx, some, before=before))
     for some_groups in blocks.values():
         work += small_batch_blocks.blocks(ctx, some_groups, workspace)
     return work

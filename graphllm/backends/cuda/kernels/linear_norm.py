@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,7 @@ from . import fused_norm, split_norm
 from .elementwise import ACTIVATIONS
 from .fused_norm import two_at_most
 from .gemm import Job
-from .linear import Pair, dtype_mismatch, gemv, linear_kernels
-from .matrices import MAX_FUSED_LINEARS
+from .linear import Pair, dtype_mismatch, gemv, launches, linear_kernels
 from .norm import register_units
 from .quantize import quantise
 from .split_norm import SplitNorm
@@ -27,7 +26,7 @@ from .weight_packing import INTEGERS
 
 _GROUP = 5  # operands of a linear: x, w, r, g, bias
 # Least share of the multiprocessors that the thread blocks of the linear before the norm occupy on
-# average, one block on each: with a smaller one, what the norm's launch takes is less.
+# average, one block on each. Estimated: below it, idle multiprocessors cost more than a launch.
 _MIN_OCCUPANCY = 0.9
 
 
@@ -92,41 +91,42 @@ _RULES: dict[str, Any] = {
 }
 
 
+def _int8(ctx: KernelContext, room: _Room) -> OperandRef:
+    """The int8 of the norm in the workspace."""
+    h, *_ = ctx.results
+    return OperandRef(room.row, Meta.of(h.meta.shape, A8_32), h.operand)
+
+
 def _jobs(ctx: KernelContext, outs: Sequence[OperandRef], room: _Room) -> tuple[Job, list[Job]]:
     """The linear with the residual, whose result is the step's first, and those of the norm."""
-    h, *_ = ctx.results
-    x = OperandRef(room.row, Meta.of(h.meta.shape, A8_32), h.operand)
+    h, x = ctx.results[0], _int8(ctx, room)
     weights, biases = ctx.inputs[_GROUP + 1 :: _GROUP], ctx.inputs[_GROUP + 4 :: _GROUP]
     later = [Job(x, w, bias, out) for w, bias, out in zip(weights, biases, outs) if w]
     return Job(ctx.x, ctx.w, ctx.op("bias"), h, ctx.r), later
 
 
 def _launches(
-    ctx: KernelContext, first: Job, later: Sequence[Sequence[Job]], act: int, room: _Room
+    ctx: KernelContext, first: Job, room: _Room, later: Callable[[SplitNorm | None], list[Work]]
 ) -> list[Work]:
-    """The linear before the norm, and a launch for each of ``later``, with `act` as of `gemv`."""
+    """The linear before the norm, and the linears after it: ``later`` of the norm, or of None if
+    this has a launch."""
     norm = SplitNorm(ctx.g, room.row, room.squares, float(ctx.attrs["eps"]))
     blocks, processors = ceil(first.rows, split_norm.ROWS), ctx.device.gpu.processors
     if blocks >= _MIN_OCCUPANCY * ceil(blocks, processors) * processors:
-        return [gemv(ctx, [first], after=norm),
-                *(gemv(ctx, jobs, act, before=norm) for jobs in later)]  # fmt: skip
-    between = fused_norm.norm(ctx, first.out, ctx.g, [later[0][0].x], norm.eps)
-    return [gemv(ctx, [first]), between, *(gemv(ctx, jobs, act) for jobs in later)]
+        return [gemv(ctx, [first], after=norm), *later(norm)]
+    made = _int8(ctx, room)
+    return [
+        gemv(ctx, [first]),
+        fused_norm.norm(ctx, first.out, ctx.g, [made], norm.eps),
+        *later(None),
+    ]
 
 
 @linear_kernels("linear_add_norm_linears", _pairs, _when, **_RULES)
 def linear_add_norm_linears(ctx: KernelContext) -> list[Work]:
     room = _Room.of(ctx)
     first, jobs = _jobs(ctx, ctx.results[1:], room)
-    groups: dict[str, list[Job]] = {}  # by dtype of the weight
-    for job in jobs:
-        groups.setdefault(job.w.dtype.name, []).append(job)
-    later = [
-        own[i : i + MAX_FUSED_LINEARS]
-        for own in groups.values()
-        for i in range(0, len(own), MAX_FUSED_LINEARS)
-    ]
-    return _launches(ctx, first, later, -1, room)
+    return _launches(ctx, first, room, lambda norm: launches(ctx, jobs, 0, norm))
 
 
 @linear_kernels("linear_add_norm_gated", _pairs, _gated_when, **_RULES)
@@ -138,4 +138,5 @@ def linear_add_norm_gated(ctx: KernelContext) -> list[Work]:
         after = [quantise(ctx, made.address, made.row_stride, form) for form in forms]
     first, jobs = _jobs(ctx, [made, made], room)
     act = ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]]
-    return [*_launches(ctx, first, [jobs], act, room), *after]
+    work = _launches(ctx, first, room, lambda norm: [gemv(ctx, jobs, act, before=norm)])
+    return [*work, *after]
