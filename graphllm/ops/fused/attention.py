@@ -11,9 +11,7 @@ from ...graph.dtype import F16, F32, I32, DType
 from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Samples, Users, get, grid
 from ...graph.tensor import Tensor
-from .common import is_op
-
-_LAYOUTS = ("contiguous", "strided")
+from .common import LAYOUTS, is_op
 
 
 def _rotated(node: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -105,7 +103,7 @@ def _token_sample(
     tol={"f32": 1e-3, "f16": 1e-3},
     samples=Samples(lambda: [
         *grid(_token_sample, heads=(6,), kv=(2,), width=(64,), past=(0, 63, 200), style=("half",),
-              norm=(False, True), factors=(False,), layout=_LAYOUTS, dtype=("a8_32",)),
+              norm=(False, True), factors=(False,), layout=LAYOUTS, dtype=("a8_32",)),
         *grid(_token_sample, heads=(4,), kv=(1, 4), width=(256,), past=(100,), style=("half",),
               norm=(True,), factors=(True,), dtype=("a8_256",)),
         *grid(_token_sample, heads=(8,), kv=(4,), width=(128,), past=(90,),
@@ -140,7 +138,7 @@ def rope_attention_quantise(
     samples=Samples(lambda: [
         *grid(_token_sample, heads=(6, 20), kv=(2,), width=(128,), past=(0, 5, 64, 319),
               style=("half", "interleaved"), norm=(False, True), factors=(False,),
-              layout=_LAYOUTS),
+              layout=LAYOUTS),
         *grid(_token_sample, heads=(3,), kv=(1, 3), width=(64, 256), past=(0, 250),
               style=("half",), norm=(True,), factors=(True,)),
         *grid(_token_sample, heads=(4,), kv=(2,), width=(64,), past=(40,), style=("half",),
@@ -204,9 +202,9 @@ def _rope_sample(
     tol={"f32": 1e-5, "f16": 1e-3},
     samples=Samples(lambda: [
         *grid(_rope_sample, rows=(0, 1, 7), heads=(1, 6), width=(64,), style=("half",), dims=(0,),
-              norm=(False, True), kind=(F32, F16), factors=(False,), layout=_LAYOUTS),
+              norm=(False, True), kind=(F32, F16), factors=(False,), layout=LAYOUTS),
         *grid(_rope_sample, rows=(0, 1, 7), heads=(3,), width=(80,), style=("half", "interleaved"),
-              dims=(0, 50), norm=(False, True), kind=(F16,), factors=(True,), layout=_LAYOUTS),
+              dims=(0, 50), norm=(False, True), kind=(F16,), factors=(True,), layout=LAYOUTS),
     ]),
 )  # fmt: skip
 def rope_write(
