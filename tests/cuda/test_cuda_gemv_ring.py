@@ -23,7 +23,7 @@ from graphllm import ops
 from graphllm.api import LLM
 from graphllm.backends import Options
 from graphllm.backends.cuda.kernels import gemv_ring
-from graphllm.backends.cuda.kernels.gemv_ring import FORMATS, WARPS, shape
+from graphllm.backends.cuda.kernels.gemv_ring import FORMATS, shape
 from graphllm.backends.cuda.kernels.weight_packing import item_elements
 from graphllm.backends.cuda.runtime.work import MOSTLY_SHARED, Launch, max_shared
 from graphllm.checkpoints.model_shapes import SHAPES
@@ -51,18 +51,19 @@ DEPTHS = (640, 1024, 2048, 2560, 3584, 4096, 5120, 8192, 11008, 14336, 18944, 28
 LARGE = 16 << 10  # bytes of a row that tests leave out, so that they stay short
 
 
+@pytest.mark.parametrize("warps", [8, 16])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_shapes_fit_the_kernel(name, gated):
+def test_shapes_fit_the_kernel(name, gated, warps):
     kind, found = dtype(name), 0
     for depth in DEPTHS:
-        own = shape(kind, depth, gated)
+        own = shape(kind, depth, gated, warps)
         if own is None:
             continue
         found += 1
-        lanes = WARPS * own.row_lanes * own.items
+        lanes = warps * own.row_lanes * own.items
         assert own.row_items * item_elements(kind) == depth
-        assert own.row_items <= lanes and (own.row_items > lanes // 2 or lanes == 8 * WARPS)
+        assert own.row_items <= lanes and (own.row_items > lanes // 2 or lanes == 8 * warps)
         sums = own.rows * (1 + gated) * own.row_lanes // 32  # of a lane
         assert 1 <= sums <= own.row_lanes and sums & (sums - 1) == 0
         assert own.rows % (32 // own.row_lanes) == 0  # a warp multiplies rows of one matrix
@@ -99,6 +100,19 @@ def all_have_rings(own: list[Launch], rings: int) -> None:
 def test_all_linears_of_one_token_have_rings(model, kind, paper):
     """q, k and v, o, the gated unit and down."""
     all_have_rings(launches_on_paper(paper((9, 0)), model, kind), 4)
+
+
+def test_launches_of_small_models_have_more_warps(paper):
+    """But for a head with many rows per multiprocessor, whose sums would leave a ring no room."""
+    device = paper((9, 0))
+    for processors, head in ((132, 17), (72, 9)):
+        device.gpu.processors, device.built = processors, []
+        own = launches_on_paper(device, "llama-1b", "f16")
+        rings = [w.block[0] // 32 for w in own if w.function.module.file == "gemv_ring.cu"]
+        assert rings == 8 * [17] + [head]
+    device.built = []
+    own = launches_on_paper(device, "mistral-7b", "f16")
+    assert {w.block for w in own if w.function.module.file == "gemv_ring.cu"} == {(9 * 32,)}
 
 
 @pytest.mark.parametrize("kind, rings", [("q8_0", 4), ("q4_k_m", 5)])

@@ -30,7 +30,7 @@ _LANE_ELEMENTS = 128  # of a row of activations, that the registers of a lane ho
 _MIN_NBYTES = 4 << 20  # of a launch's weights: smaller matrices do not occupy a GPU
 _MIN_DEPTH = 1024  # of a row: small models lose more by smaller L1 caches than a ring gains
 _LEAST_SHARED = 200 << 10  # bytes of shared memory of a block at most: small rings are slow
-_OTHERS_SHARED = 36 << 10  # of these for the kernels that run meanwhile
+_OTHERS_SHARED = 60 << 10  # of these for the kernels that run meanwhile
 _HALF_SHARED = 116 << 10  # of these, more than half, so that a multiprocessor has one block
 _SLOT_NBYTES, _MOST_SLOT_NBYTES = 20 << 10, 64 << 10  # that suffice, and at most
 _MOST_PARTS_NBYTES = 64 << 10  # of the sums of a block's rows, so that a ring has room beside them
@@ -38,6 +38,7 @@ _MOST_PARTS_NBYTES = 64 << 10  # of the sums of a block's rows, so that a ring h
 # smaller rings: one of a launch without residual fits beside one of a launch with it, so that the
 # next launch fills its ring while the present one multiplies. Two of the latter do not fit.
 _SMALL_ROW, _SMALL_NBYTES = 3072, 80 << 20
+_SMALL_WARPS = 16
 _SMALL_RINGS = 105 << 10, 116 << 10  # bytes of shared memory: without residual, and with one
 _PASSES = 8  # rows of a slot that a lane multiplies, one after the other
 
@@ -47,6 +48,7 @@ class Shape:
     """How the warps of a block share rows; see gemv_ring.cu.
 
     Attributes:
+        warps: warps of a block that multiply.
         row_items: items of a row.
         row_lanes: lanes of a warp that share a row.
         items: items of a row that a lane multiplies.
@@ -54,6 +56,7 @@ class Shape:
         slot_nbytes: bytes of a slot.
     """
 
+    warps: int
     row_items: int
     row_lanes: int
     items: int
@@ -61,19 +64,19 @@ class Shape:
     slot_nbytes: int
 
 
-def shape(kind: DType, depth: int, gated: bool) -> Shape | None:
-    """The shape for a matrix, which leaves the fewest lanes without items; None if its rows are too
-    short or too long, or have parts of items."""
+def shape(kind: DType, depth: int, gated: bool, warps: int = WARPS) -> Shape | None:
+    """The shape for a matrix and a number of warps, which leaves the fewest lanes without items;
+    None if its rows are too short or too long, or have parts of items."""
     planes, each = row_plane_nbytes(kind, depth), item_elements(kind)
     items, matrices = depth // each, 2 if gated else 1
     whole = depth % kind.block == 0 and depth % each == 0
     if not whole or items < _MIN_ITEMS or planes[0] % 16:
         return None
     found = [
-        (WARPS * lanes * own, own, lanes)
+        (warps * lanes * own, own, lanes)
         for lanes in (8, 16, 32)
         for own in range(1, _LANE_ELEMENTS // each + 1)
-        if WARPS * lanes * own >= items
+        if warps * lanes * own >= items
         and matrices * 32 // lanes * sum(planes) <= _MOST_SLOT_NBYTES  # rows at a time
     ]
     if not found:
@@ -85,7 +88,7 @@ def shape(kind: DType, depth: int, gated: bool) -> Shape | None:
     ):
         rows *= 2
     nbytes = matrices * sum(ceil(rows * n + (30 if n % 16 else 0), 128) * 128 for n in planes)
-    return Shape(items, lanes, own, rows, nbytes)
+    return Shape(warps, items, lanes, own, rows, nbytes)
 
 
 def launch(ctx: KernelContext, jobs: Sequence[Job], act: int) -> Launch | None:
@@ -96,32 +99,35 @@ def launch(ctx: KernelContext, jobs: Sequence[Job], act: int) -> Launch | None:
     kernels for several tokens, need the L1 cache: plans with these have no rings.
     """
     x, kind, gated, gpu = jobs[0].x, jobs[0].w.dtype, act >= 0, ctx.device.gpu
-    own = shape(kind, jobs[0].depth, gated) if kind.name in DEFAULT_FORMATS else None
-    if own is None or jobs[0].depth < _MIN_DEPTH or not has_room(gpu.capability):
+    if jobs[0].depth < _MIN_DEPTH or not has_room(gpu.capability):
         return None
+    rows = ceil(sum(job.rows for job in (jobs[:1] if gated else jobs)), gpu.processors)
+    most = rows * (2 if gated else 1)  # of a block
+    warps = _SMALL_WARPS if _residual_elements(jobs[0]) <= _SMALL_ROW else WARPS
+    if 4 * warps * most > _MOST_PARTS_NBYTES:
+        warps = WARPS
+    parts = 4 * warps * most
+    own = shape(kind, jobs[0].depth, gated, warps) if kind.name in DEFAULT_FORMATS else None
     nbytes = sum(job.rows for job in jobs) * sum(row_plane_nbytes(kind, jobs[0].depth))
     aligned = all(ref.address % 16 == 0 for ref in (x, *(job.w for job in jobs)))
-    experts = any(op.startswith("expert") for op in ctx.segment.ops)
+    experts = any(op.startswith(("expert", "moe")) for op in ctx.segment.ops)
     plain = kind.name in PLAIN
     if (
-        experts
+        own is None
+        or experts
         or ctx.segment.rows > 1
         or not aligned
         or nbytes < _MIN_NBYTES
         or x.dtype.quantised == plain
+        or parts > _MOST_PARTS_NBYTES
     ):
-        return None
-    rows = ceil(sum(job.rows for job in (jobs[:1] if gated else jobs)), gpu.processors)
-    most = rows * (2 if gated else 1)  # of a block
-    parts = 4 * WARPS * most
-    if parts > _MOST_PARTS_NBYTES:
         return None
     least, room = _shared_nbytes(jobs[0], nbytes, max_shared(gpu.capability) - _OTHERS_SHARED)
     slots = min((room - parts) // own.slot_nbytes, _MAX_SLOTS, ceil(rows, own.rows))
     if slots < 1:
         return None
     return Launch(
-        kernel(kind, own, gated), (gpu.processors,), (32 * (WARPS + 1),),
+        kernel(kind, own, gated), (gpu.processors,), (32 * (own.warps + 1),),
         (x.address, ctx.live_address(x.meta.rows), matrices_argument(jobs), act, most, slots),
         max(slots * own.slot_nbytes + parts, least), shared_percent=MOSTLY_SHARED,
         prefetches=[job.w for job in jobs],
@@ -136,11 +142,15 @@ def _shared_nbytes(job: Job, nbytes: int, room: int) -> tuple[int, int]:
         nbytes: bytes of the launch's weights.
         room: bytes that a block may have.
     """
-    row = job.depth if job.residual is None else job.rows
-    if row > _SMALL_ROW or nbytes >= _SMALL_NBYTES:
+    if _residual_elements(job) > _SMALL_ROW or nbytes >= _SMALL_NBYTES:
         return _HALF_SHARED, room
     first, second = _SMALL_RINGS
     return (0, first) if job.residual is None else (_HALF_SHARED, second)
+
+
+def _residual_elements(job: Job) -> int:
+    """Elements of the residual's row, if the linear reads or adds it."""
+    return job.depth if job.residual is None else job.rows
 
 
 def has_room(capability: tuple[int, int]) -> bool:
@@ -152,7 +162,7 @@ def kernel(kind: DType, shape: Shape, gated: bool) -> Function:
     """gemv_ring.cu for a format and a depth; the file describes the macros."""
     made = module(
         "gemv_ring", FORMAT=kind.name.upper(), INTEGER=int(kind.name not in PLAIN),
-        MATRICES=2 if gated else 1, WARPS=WARPS, ROW_ITEMS=shape.row_items,
+        MATRICES=2 if gated else 1, WARPS=shape.warps, ROW_ITEMS=shape.row_items,
         ROW_LANES=shape.row_lanes, ITEMS=shape.items, ROWS=shape.rows,
     )  # fmt: skip
     return made["gemv_ring"]
@@ -161,7 +171,8 @@ def kernel(kind: DType, shape: Shape, gated: bool) -> Function:
 def register() -> None:
     """Register modules of each format with several shapes, so that tests compile them; a plan
     compiles its own, by the depths of its matrices."""
-    for name, items, gated in product(FORMATS, (64, 192, 448), (False, True)):
-        own = shape(dtype(name), items * item_elements(dtype(name)), gated)
+    some = [(name, WARPS) for name in FORMATS] + [(name, _SMALL_WARPS) for name in DEFAULT_FORMATS]
+    for (name, warps), items, gated in product(some, (64, 192, 448), (False, True)):
+        own = shape(dtype(name), items * item_elements(dtype(name)), gated, warps)
         if own is not None:
             kernel(dtype(name), own, gated)
