@@ -40,7 +40,7 @@ def allowed(made: source.Module, arch: str) -> int:
     than without local memory in smaller blocks, and so are sums of experts in q6_k.
     """
     if {("FORMAT", "Q6_K"), ("FLOATS", "1"), ("SUMMED", "1")} <= set(made.defines):
-        return 176
+        return 184
     return {("sampling.cu", "sm_75"): 24, ("gated_e4m3.cu", "sm_90a"): 24}.get((made.file, arch), 0)
 
 

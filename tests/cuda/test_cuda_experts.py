@@ -15,6 +15,7 @@ from random_models import MIXTURES, WIDE, decoder, engine
 
 from graphllm import ops
 from graphllm.backends import Options
+from graphllm.backends.cuda.runtime.device import KernelContext
 from graphllm.engine.request import Sampling
 from graphllm.formats import WEIGHT_FORMATS, activation_of, quantization
 from graphllm.formats.quantization import Blocks
@@ -292,6 +293,98 @@ def test_top_k(columns, attrs):
         for t in TOKENS
     ]  # fmt: skip
     assert not wrong_ones("top_k", samples)
+
+
+def small(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return normal(rng, shape).astype(np.float32)
+
+
+def mixture(kind: str, experts: int, k: int, score: str, bias: bool, clamped: bool):
+    """A mixture of one token, with a residual, and its weights."""
+    rng, form, depth, inner = np.random.default_rng(k), dtype(kind), 256, 256
+    shapes = {"gate": (inner, depth), "up": (inner, depth), "down": (depth, inner)}
+    held = {}
+    for name, shape in shapes.items():  # of four matrices
+        raw = quantization.quantise(small(rng, (4 * shape[0], shape[1])), form)
+        some = raw.reshape(4, shape[0], -1)[rng.integers(0, 4, experts)]
+        held[name] = Blocks(some, form, shape[1])
+        held[f"{name}.bias"] = small(rng, (experts, shape[0]))
+    held["correction"] = rng.integers(-2, 3, experts).astype(np.float32) / 8
+
+    def product(x, name):
+        more = [weight(f"{name}.bias", (experts, shapes[name][0]), "f32")] if bias else []
+        return ops.expert_linear(x, weight(name, (experts, *shapes[name]), kind), ids, *more)
+
+    x, r = feed("x", (1, depth), "f32"), feed("r", (1, depth), "f32")
+    own = logits = feed("logits", (1, experts), "f32")
+    if score != "chosen":
+        own = (ops.softmax if score == "softmax" else ops.sigmoid)(logits)
+    correction = weight("correction", (experts,), "f32") if score == "sigmoid" and bias else None
+    ids = ops.top_k(own, correction, k=k, groups=1, top_groups=1, top_per_group=1)
+    weights = ops.pick(own, ids)
+    weights = ops.softmax(weights) if score == "chosen" else ops.sum_norm(weights, eps=1e-20)
+    gate, up = product(x, "gate"), product(x, "up")
+    unit = ops.mul(ops.silu(gate), up)
+    if clamped:
+        unit = ops.clamped_glu(gate, up, alpha=1.702, limit=0.5)
+    return {"y": ops.add(r, ops.combine(product(unit, "down"), weights))}, held
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "q8_0"])
+@pytest.mark.parametrize("score, bias, clamped", [
+    ("softmax", False, False), ("softmax", True, True), ("sigmoid", False, False),
+    ("sigmoid", True, False), ("chosen", False, True), ("chosen", True, False),
+])  # fmt: skip
+@pytest.mark.parametrize("experts, k", [(4, 4), (7, 2), (32, 4), (100, 8), (256, 5)])
+def test_mixtures_that_choose_experts_have_the_results_of_separate_steps(
+    experts, k, score, bias, clamped, kind
+):
+    """Also if most logits are equal, or one is no number. The total of a softmax is added in
+    another order."""
+    outputs, held = mixture(kind, experts, k, score, bias, clamped)
+    executors = [
+        GuardedExecutor(Arrays(held), ("cuda",), Options(without=without))
+        for without in ((), ("moe_add",))
+    ]
+    plans = [e.compile(outputs) for e in executors]
+    assert [[s.node.op for s in p.steps].count("moe_add") for p in plans] == [1, 0]
+    rng = np.random.default_rng(experts)
+    for turn in range(4):
+        logits = rng.standard_normal((1, experts)).astype(np.float32)
+        if turn % 2:
+            logits = rng.integers(-1, 2, (1, experts)).astype(np.float32)
+        logits[0, experts // 2] = np.nan if turn == 3 else 1
+        feeds = {"x": exact(rng, (1, 256)), "r": exact(rng, (1, 256)), "logits": logits}
+        got, want = (e.run(p, feeds)["y"] for e, p in zip(executors, plans))
+        assert np.isnan(want).all() == (turn == 3)
+        tolerance = 1e-6 if score == "softmax" else 0
+        np.testing.assert_allclose(got, want, tolerance, tolerance)
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "q8_0", "mxfp4"])
+def test_ids_that_were_read_too_early_are_read_again(kind, monkeypatch):
+    """Before its wait, the kernel that adds up the experts finds those of the run before."""
+    rng, form, k = np.random.default_rng(4), dtype(kind), 4
+    raw = quantization.quantise(small(rng, (40 * 70, 512)), form)
+    held = {"w": Blocks(raw.reshape(40, 70, -1), form, 512), "b": small(rng, (40, 70))}
+    x, r = feed("x", (1, k, 512), "f32"), feed("r", (1, 70), "f32")
+    ids = ops.top_k(feed("logits", (1, 40), "f32"), k=k, groups=1, top_groups=1, top_per_group=1)
+    y = ops.expert_linear(x, weight("w", (40, 70, 512), kind), ids, weight("b", (40, 70), "f32"))
+    outputs = {"y": ops.add(r, ops.combine(y, feed("weights", (1, k), "f32")))}
+    results = []
+    for early in (False, True):
+        if early:
+            monkeypatch.setattr(KernelContext, "readable_before_wait", lambda self, *names: True)
+        executor = GuardedExecutor(Arrays(held), ("cuda",))
+        plan = executor.compile(outputs)
+        assert [s.node.op for s in plan.steps][-1] == "expert_linear_add"
+        rng, own = np.random.default_rng(5), []
+        for _ in range(6):
+            feeds = {"x": exact(rng, (1, k, 512)), "r": exact(rng, (1, 70)),
+                     "logits": exact(rng, (1, 40)), "weights": exact(rng, (1, k))}  # fmt: skip
+            own.append(executor.run(plan, feeds)["y"])
+        results.append(own)
+    assert np.array_equal(*results)
 
 
 # ------------------------------------------------------------------------------------ whole models

@@ -230,15 +230,19 @@ def test_a_mixture_is_few_steps(name, paper):
 
 
 @pytest.mark.parametrize("kind", ["q4_k", "mxfp4", "q8_0"])
-def test_experts_of_one_token_are_summed_by_their_products(kind, paper):
+def test_experts_of_one_token_are_chosen_and_summed_by_their_products(kind, paper):
     """In a plan of one token, and without `deterministic`."""
-    for options, tokens, summed in ((Options(), 1, 2), (Options(), 2, 0),
-                                    (Options(deterministic=True), 1, 0)):  # fmt: skip
+    alone = Options(without=("moe_add",))
+    for options, tokens, op in ((Options(), 1, "moe_add"), (alone, 1, "expert_linear_add"),
+                                (Options(), 2, "combine_add"),
+                                (Options(deterministic=True), 1, "combine_add")):  # fmt: skip
         paper((9, 0), options)
         made = engine(decoder("mixtral", 0, kind, **WIDE), ("cuda",), options=options)
         had = Counter(step.node.op for step in made.plan(["logits"], tokens).steps)
-        assert (had["expert_linear_add"], had["combine_add"]) == (summed, 2 - summed)
-        assert had["expert_linear"] == 2 - summed
+        sums = {"moe_add", "expert_linear_add", "combine_add"}
+        assert {name: had[name] for name in sums & set(had)} == {op: 2}
+        assert had["route"] == had["expert_gated"] == (0 if op == "moe_add" else 2)
+        assert had["expert_linear"] == (2 if op == "combine_add" else 0)
 
 
 @pytest.mark.parametrize("capability", [MIN_CAPABILITY, (8, 0), (9, 0)])

@@ -173,6 +173,7 @@ CHOICES = {
     "graphllm/loading/loaded_model.py": "docstring",
     "graphllm/ops/attention.py": "KV cache",
     "graphllm/ops/experts.py": "samples",
+    "graphllm/ops/fused/experts.py": "samples",
     "graphllm/ops/fused/linear.py": "samples",
     "graphllm/ops/fused/linear_norm.py": "samples",
     "graphllm/ops/kv_cache.py": "KV cache",

@@ -13,7 +13,7 @@ FUSED = sorted(fusion.rules())
 # test_cuda.py and, without a GPU, in test_cuda_plans.py.
 NOT_ON_CPU = {"combine_add", "expert_clamped", "expert_gated", "expert_linear_add",
               "linear_add_norm_gated", "linear_add_norm_linears", "linear_add_quantise",
-              "linear_quantise", "linears_quantise", "norm_router",
+              "linear_quantise", "linears_quantise", "moe_add", "norm_router",
               "packed_attention_quantise", "rope_attention", "rope_attention_quantise",
               "route"}  # fmt: skip
 # Rules for weights that are rotated, as encoders' are if the first backend works in host memory.

@@ -1,18 +1,7 @@
 // Mixture of experts: routing, sorting pairs by expert, and the weighted sum. The products are in
 // experts_gemv.cu, experts_gemm.cu and experts_unaligned.cu.
 
-#include "experts.cuh"
-
-// A key that orders floats: larger for larger values, never zero, equal for both zeros, largest for NaN.
-__device__ __forceinline__ u32 key_of(float v) {
-    if (v != v) return 0xfffffffeu;  // `largest` begins above all keys
-    u32 bits = __float_as_uint(v + 0.f);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ float number_of(u32 key) {
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);  // NaN for the key of NaN
-}
+#include "expert_choice.cuh"
 
 // The largest of `count` keys (the first of equal ones) that comes after `last` in this order: the key,
 // with the complement of its index below it. All lanes of a warp take part.
@@ -108,8 +97,6 @@ extern "C" __global__ void sum_norm(const u8* x, i64 stride, float* out, const i
     sum = warp_sum(sum) + eps;
     for (int i = threadIdx.x % WARP; i < width; i += WARP) out[row * width + i] = from[i] / sum;
 }
-
-enum Score { SOFTMAX, SIGMOID, CHOSEN };
 
 // Softmax of values in shared memory, by the `all` threads of a block or of a warp; this thread is number
 // `lane`.

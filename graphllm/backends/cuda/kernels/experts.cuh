@@ -18,10 +18,16 @@ struct Experts {
     int kind, form;  // of x, and of y in gated kernels; 0: float32, else a kind of quantize.cuh
     int act;          // of gated kernels: an Activation, or CLAMPED with these parameters:
     float alpha, limit;
-    int ids_ready;  // the ids may be read before the wait
+    int ids_ready;  // the ids may be read before the wait, of kernels that add up results also as a guess
     // of kernels that add up the results of one token, of at most MOST_SUMMED pairs:
     const float *weights, *residual;  // [each], [rows]
     int quantised_nbytes;             // bytes of a quantised row in shared memory
+    // of kernels that choose the experts of one token themselves, see expert_choice.cuh:
+    const float *logits, *correction;  // [matrices], the latter or null
+    int* chosen;                       // [each], ids of the chosen experts, for the next launch
+    float* chosen_weights;             // [each]
+    int score, normalised;             // an enum Score; divide the weights by their sum plus `eps`
+    float eps, factor;                 // `factor` multiplies the weights
 };
 
 #define MOST_SUMMED 8

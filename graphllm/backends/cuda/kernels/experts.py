@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, expert products and their weighted sum; and head_linear.
+"""Mixture of experts: products and their weighted sum; and head_linear.
 
 A pair is one token and one of its experts' matrices; each pair has a row of results. With few
 pairs, each pair reads the rows of its matrix in a GEMV; many pairs share them, see grouped_experts.
@@ -43,36 +43,11 @@ _MODULE = module("experts")
 _THREADS = 256
 _MAX_FLOAT_DEPTH = 1024  # MOST_FLOATS of quantize.cuh
 _EXPERTS = ArgumentStruct("experts.cuh", "Experts")
+# Fields of some kernels; 0 in others.
+_OWN_FIELDS = ("weights", "residual", "quantised_nbytes", "logits", "correction", "chosen",
+               "chosen_weights", "score", "normalised", "eps", "factor")  # fmt: skip
 
-# ----------------------------------------------------------------------------------------- routing
-
-
-@BACKEND.kernel("top_k", layout={"x": ROWS}, dtypes={"x": "f32", "bias": "f32"})
-def top_k(ctx: KernelContext) -> Launch:
-    x, a = ctx.x, ctx.attrs
-    args = (x.address, x.row_stride, ctx.address("bias"), ctx.out.address,
-            ctx.live_address(x.meta.rows), x.width, a["k"], a["groups"], a["top_groups"],
-            a["top_per_group"])  # fmt: skip
-    warps = min(8, a["groups"])
-    shared = 4 * (x.width + a["groups"])
-    return Launch(_MODULE["top_k"], (ctx.upper_bound(x.meta.rows),), (32 * warps,), args, shared)
-
-
-@BACKEND.kernel("pick", layout={"x": ROWS}, dtypes={"x": "f32"})
-def pick(ctx: KernelContext) -> Launch:
-    x, ids = ctx.x, ctx.ids
-    args = (x.address, x.row_stride, ids.address, ctx.out.address, ctx.live_address(x.meta.rows),
-            x.width, ids.width)  # fmt: skip
-    grid = (ceil(ctx.upper_bound(x.meta.rows) * ids.width, _THREADS),)
-    return Launch(_MODULE["pick"], grid, (_THREADS,), args)
-
-
-@BACKEND.kernel("sum_norm", layout={"x": ROWS}, dtypes={"x": "f32"})
-def sum_norm(ctx: KernelContext) -> Launch:
-    x = ctx.x
-    args = (x.address, x.row_stride, ctx.out.address, ctx.live_address(x.meta.rows), x.width,
-            float(ctx.attrs["eps"]))  # fmt: skip
-    return Launch(_MODULE["sum_norm"], (ceil(ctx.upper_bound(x.meta.rows), 4),), (128,), args)
+# --------------------------------------------------------------------------------------------- sums
 
 
 @BACKEND.kernel(
@@ -112,10 +87,10 @@ _FLOAT_TILES = {"q4_k": (8, 1, 4), "q6_k": (4, 1, 5)}
 # Likewise, for products whose blocks add up the results of all pairs, by format and whether they
 # quantize their rows. Rows of q6_k spill registers, and fewer of them are slower.
 _SUMMED_TILES = {("q4_k", True): (8, 1, 2), ("q6_k", True): (8, 1, 2), ("mxfp4", False): (4, 1, 0)}
-_MOST_SUMMED = 8  # pairs of a token, see experts.cuh
+MOST_SUMMED = 8  # pairs of a token, see experts.cuh
 
 
-def _tile(
+def tile(
     name: str, integer: bool, gated: bool, floats: bool = False, summed: bool = False
 ) -> tuple[int, int, int]:
     """(rows of a warp, items of each row in flight, blocks of a multiprocessor)."""
@@ -127,15 +102,16 @@ def _tile(
     return _TILES.get((name, gated), default) if integer else default
 
 
-def _gemv_module(
+def gemv_module(
     name: str, integer: bool, halves: int = 0, gated: bool = False, floats: bool = False,
-    summed: bool = False,
+    summed: bool = False, choice: int = 0,
 ) -> Module:  # fmt: skip
-    rows, depth, resident = _tile(name, integer, gated, floats, summed)
+    """experts_gemv.cu for a format; the file describes the macros."""
+    rows, depth, resident = tile(name, integer, gated, floats, summed)
     return module(
         "experts_gemv", FORMAT=name.upper(), INTEGER=int(integer), HALVES=halves, ROWS=rows,
         DEPTH=depth, NEXT=default_next(name), GATED=int(gated), RESIDENT=resident,
-        FLOATS=int(floats), SUMMED=int(summed),
+        FLOATS=int(floats), SUMMED=int(summed), CHOICE=choice,
     )  # fmt: skip
 
 
@@ -161,25 +137,36 @@ class Gate:
     limit: float = 0.0
 
 
-def _argument(
+def argument(
     ctx: KernelContext, ids: OperandRef | None, bias: OperandRef | None, y: int,
-    gate: Gate | None = None, weights: int = 0, residual: int = 0, quantised_nbytes: int = 0,
+    gate: Gate | None = None, *, each: int = 0, ids_ready: bool | None = None, **more: Any,
 ) -> bytes:  # fmt: skip
-    """The argument of every kernel of products; ``y``: address of the result."""
+    """The argument of every kernel of products.
+
+    Args:
+        ctx: the step, whose ``x`` and ``w`` are multiplied.
+        ids, bias, gate: see `expert_products`.
+        y: address of the result.
+        each: pairs of a token; 0: those that the node's ids have.
+        ids_ready: see experts.cuh; None: whether the step may read its ids before it waits.
+        **more: other fields of the struct; 0 if they are not given.
+    """
     x, w = ctx.x, ctx.w
     matrices, rows, depth = w.meta.shape
     x_stride, line = x_strides(x.meta)
+    own = dict.fromkeys(_OWN_FIELDS, 0) | more
+    if ids_ready is None:
+        ids_ready = ids is not None and ctx.readable_before_wait("ids")
     return _EXPERTS.pack(
         x=x.address, x_stride=x_stride, line=line, w=planes_argument(w),
         up=planes_argument(gate.w if gate else None), bias=address(bias),
         up_bias=address(gate.bias) if gate else 0, y=y, ids=address(ids),
         ids_stride=ids.row_stride if ids else 0, live=ctx.live_address(x.meta.rows),
-        each=pairs_per_token(ctx.node), matrices=matrices, rows=rows, depth=depth,
+        each=each or pairs_per_token(ctx.node), matrices=matrices, rows=rows, depth=depth,
         kind=HALVES.get(x.dtype.name, 0), form=HALVES.get(gate.form.name, 0) if gate else 0,
         act=gate.act if gate else 0, alpha=gate.alpha if gate else 0.0,
         limit=gate.limit if gate else 0.0,
-        ids_ready=ids is not None and ctx.readable_before_wait("ids"), weights=weights,
-        residual=residual, quantised_nbytes=quantised_nbytes,
+        ids_ready=ids_ready, **own,
     )  # fmt: skip
 
 
@@ -192,10 +179,10 @@ def _gemv(ctx: KernelContext, arg: bytes, ids: OperandRef | None, gate: Gate | N
     if name in PLAIN and (depth % item_elements(dtype(name)) or not rows_aligned(x, 16)):
         grid = (pairs, ceil(n, WARPS))
         return Launch(_unaligned_kernel(name), grid, threads, (arg,), triggers_after_wait=True)
-    floats = _quantises_itself(x.meta, ctx.w.meta, ctx.device.options)
+    floats = quantises_itself(x.meta, ctx.w.meta, ctx.device.options)
     integer = x.dtype.quantised or floats
-    rows, *_ = _tile(name, integer, gated, floats)
-    kernel = _gemv_module(name, integer, halves, gated, floats)[
+    rows, *_ = tile(name, integer, gated, floats)
+    kernel = gemv_module(name, integer, halves, gated, floats)[
         "unaligned" if x.dtype.quantised and not rows_aligned(x, 16) else "aligned"
     ]
     quantised = activation_of(dtype(name)) if floats else None
@@ -211,30 +198,36 @@ def no_summed_gemv(node: Tensor, options: Options) -> str | None:
     x, w = node.sources[:2]
     if KernelContext.upper_bound(x.meta.rows) > 1 or options.deterministic:
         return "several tokens"
-    if pairs_per_token(node) > _MOST_SUMMED:
-        return f"more than {_MOST_SUMMED} experts of a token"
-    if _quantises_itself(x.meta, w.meta, options):
+    if pairs_per_token(node) > MOST_SUMMED:
+        return f"more than {MOST_SUMMED} experts of a token"
+    if quantises_itself(x.meta, w.meta, options):
         return None
     if not x.dtype.quantised or x.dtype.block != 32 or not floats_aligned(x.meta):
         return "x is not quantised in blocks of 32, or not aligned to 16 bytes"
     return dtype_mismatch(node, options)
 
 
-def summed_gemv(ctx: KernelContext) -> Launch:
-    """Products of one token's pairs in one launch, with their weighted sum and the residual."""
+def summed_gemv(
+    ctx: KernelContext, ids: OperandRef, weights: OperandRef, bias: OperandRef | None, each: int,
+    ids_ready: bool | None = None,
+) -> Launch:  # fmt: skip
+    """Products of one token's pairs in one launch, with their weighted sum and the residual ``r``.
+
+    The arguments are those of `argument`.
+    """
     name, (_, n, depth) = ctx.w.dtype.name, ctx.w.meta.shape
-    pairs = pairs_per_token(ctx.node)
     floats = not ctx.x.dtype.quantised
-    rows, *_ = _tile(name, True, False, floats, True)
+    rows, *_ = tile(name, True, False, floats, True)
     form = activation_of(dtype(name)) if floats else None
     nbytes = aligned(form.row_nbytes(depth)) if form else 0
-    arg = _argument(
-        ctx, ctx.ids, ctx.op("bias"), ctx.out.address, weights=ctx.weights.address,
+    arg = argument(
+        ctx, ids, bias, ctx.out.address, each=each, ids_ready=ids_ready, weights=weights.address,
         residual=ctx.r.address, quantised_nbytes=nbytes,
     )  # fmt: skip
     return Launch(
-        _gemv_module(name, True, floats=floats, summed=True)["aligned"], (1, ceil(n, rows)),
-        (32 * pairs,), (arg,), pairs * nbytes, triggers_after_wait=True, prefetches=[ctx.w],
+        gemv_module(name, True, floats=floats, summed=True)["aligned"],
+        (1, ceil(n, rows)), (32 * each,), (arg,), each * nbytes, triggers_after_wait=True,
+        prefetches=[ctx.w],
     )  # fmt: skip
 
 
@@ -264,7 +257,7 @@ def expert_products(
         kind = _float_dtype(ctx.node, ctx.device.options)
         before, x = dequantise(ctx, ctx.x, room, kind)
         return [before, *expert_products(ctx.with_operand("x", x), ids, bias, y, gate)]
-    arg = _argument(ctx, ids, bias, y, gate)
+    arg = argument(ctx, ids, bias, y, gate)
     if ctx.x.dtype.name in HALVES and can_group(ctx):
         return grouped_products(ctx, arg, ids, gate is not None)
     return [_gemv(ctx, arg, ids, gate)]
@@ -300,7 +293,7 @@ def dtype_mismatch(node: Tensor, options: Options) -> str | None:
     return None if fits else f"x is {x.dtype}, w {w.dtype}"
 
 
-def _quantises_itself(x: Meta, w: Meta, options: Options) -> bool:
+def quantises_itself(x: Meta, w: Meta, options: Options) -> bool:
     """Whether the GEMV quantizes float32 rows of its own for each pair of one token.
 
     Each block quantizes the row of its pair, which is faster than a launch for all rows.
@@ -314,7 +307,7 @@ def _quantises_itself(x: Meta, w: Meta, options: Options) -> bool:
 def _lower(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     x, w, *rest = node.src
     assert x is not None and w is not None
-    if _quantises_itself(x.meta, w.meta, options):
+    if quantises_itself(x.meta, w.meta, options):
         return node.src
     own = w.dtype.name in ROW_FORMATS and options.linear != "float"
     few = own or few_pairs(node, options)
@@ -360,18 +353,18 @@ def _all_instances() -> None:
     """Register every module that a plan may use, so that tests compile them all."""
     for gated in (False, True):
         for name in INTEGERS:
-            _gemv_module(name, True, 0, gated)
+            gemv_module(name, True, 0, gated)
             if not gated:
-                _gemv_module(name, True, floats=True)
-                _gemv_module(name, True, floats=True, summed=True)
+                gemv_module(name, True, floats=True)
+                gemv_module(name, True, floats=True, summed=True)
                 if dtype(name).block == 32:  # see no_summed_gemv
-                    _gemv_module(name, True, summed=True)
+                    gemv_module(name, True, summed=True)
         for name in QUANTISED:
-            _gemv_module(name, False, 0, gated)
-            _gemv_module(name, False, HALVES["f16"], gated)
+            gemv_module(name, False, 0, gated)
+            gemv_module(name, False, HALVES["f16"], gated)
         for name in PLAIN:
             for halves in {0, HALVES.get(name, 0)}:
-                _gemv_module(name, False, halves, gated)
+                gemv_module(name, False, halves, gated)
     for name in PLAIN:
         _unaligned_kernel(name)
     register_modules()

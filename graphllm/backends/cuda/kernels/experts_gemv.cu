@@ -4,11 +4,17 @@
 // FORMAT: a struct of formats.cuh or of dot.cuh. INTEGER: int8 activations, else float32, or
 // HALVES. ROWS, DEPTH, NEXT, RESIDENT: as in gemv.cu. GATED: act(first) * second of two matrices. FLOATS:
 // with INTEGER, the activations are float32, which each block quantizes in shared memory. SUMMED: warp j
-// of a block computes the rows of the block for pair j of one token, and the block adds them up.
+// of a block computes the rows of the block for pair j of one token, and the block adds them up. CHOICE:
+// with GATED, each block chooses the experts of one token itself, of at most 32 CHOICE. One more row of
+// blocks stores the choice.
+//
+// The launch with SUMMED that follows one with CHOICE reads the ids before its wait, as a guess: they were stored
+// before it could start, but are certain to be visible only after the wait. Then it reads them again, and multiplies
+// again if the guess was wrong.
 
 #define LONE 1
 #include "dot.cuh"
-#include "experts.cuh"
+#include "expert_choice.cuh"
 
 #if SUMMED
 #define WARPS MOST_SUMMED
@@ -41,16 +47,85 @@ __device__ __forceinline__ void store_total(const Experts& e, const Product (*pr
 }
 #endif
 
+#if CHOICE
+// The expert of a pair, by all threads of a block. Lets the next kernel start after the wait. Before that, a warm-up pass.
+__device__ __forceinline__ int chosen_expert(const Experts& e, int pair) {
+    __shared__ int chosen;
+#pragma unroll 1
+    for (int pass = 0; pass < 2; pass++) {
+        if (pass) wait_and_launch_next();
+        if (threadIdx.x < WARP) {
+            const int expert = ExpertChoice<CHOICE>(e).in_place(pair);
+            if (expert >= 0) chosen = expert;
+        }
+        __syncthreads();
+    }
+    return chosen;
+}
+
+// Store the choice, by one warp, and then let the next kernel start.
+__device__ __forceinline__ void store_choice(const Experts& e) {
+    __shared__ float chosen[WARP];
+    wait_for_previous();
+    const ExpertChoice<CHOICE> choice(e);
+    choice.in_places(e.each, [&](int place, int expert, float score) {
+        e.chosen[place] = expert, chosen[place] = score;
+    });
+    __threadfence();
+    __syncwarp();
+    launch_next();
+    const int lane = threadIdx.x % WARP;
+    const float weight = choice.weight(e, chosen[lane]);
+    if (lane < e.each) e.chosen_weights[lane] = weight;
+}
+#endif
+
+#if SUMMED
+// Store the results of a pair with `matrix`, by a warp, in the order of `multiply`. x: the row of activations.
+template <bool ALIGNED>
+__device__ __forceinline__ void multiply_again(const Experts& e, const u8* x, int matrix, int row, Product* products,
+                                               float weight) {
+    typedef Activations<FORMAT> Row;
+    const int items = e.depth / FORMAT::ITEM, lane = threadIdx.x % WARP;
+#pragma unroll 1
+    for (int r = 0; r < ROWS; r++) {
+        const int own = min(row + r, e.rows - 1);
+        const size_t first = ((size_t)matrix * e.rows + own) * items;
+        float sum = 0;
+#pragma unroll 1
+        for (int j = lane; exists(e, matrix) && j < items; j += WARP) {
+            FORMAT w;
+            Row a;
+            w.load(FORMAT::item(e.w, first + j));
+            a.load(Row::place(x, e.depth, j), ALIGNED);
+            sum += product(w, lane, a);
+        }
+        sum = warp_sum(sum) + bias_of(e, e.bias, matrix, own);
+        if (lane == 0) products[r] = {sum, exists(e, matrix) ? weight : NOT_A_NUMBER};
+    }
+}
+#endif
+
 // ALIGNED: rows of x are aligned to 16 bytes.
 template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& e) {
+#if CHOICE
+    if (blockIdx.y + 1 == gridDim.y) {
+        if (blockIdx.x == 0 && threadIdx.x < WARP) store_choice(e);
+        return;
+    }
+    const int matrix = chosen_expert(e, blockIdx.x);
+#else
     if (NEXT == 0 && !e.ids) launch_next();
+#endif
     const int items = e.depth / FORMAT::ITEM, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int pair = SUMMED ? warp : blockIdx.x;
     const int row = (int)(SUMMED ? blockIdx.y : blockIdx.y * WARPS + warp) * ROWS;
     const i64 tokens = *(volatile const i64*)e.live;
+#if !CHOICE
     if (e.ids && !e.ids_ready) wait_and_launch_next(NEXT < 2);  // the ids must be complete first
     int matrix = pair % e.each;
     if (e.ids && pair / e.each < tokens) matrix = id_of(e.ids, e.ids_stride, e.each, pair);
+#endif
     const bool useful = pair / e.each < tokens && row < e.rows, there = useful && exists(e, matrix);
     FORMAT w[STREAMS][DEPTH][ROWS];
     size_t first[ROWS];  // items
@@ -88,9 +163,14 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
 #endif
     };
     if (there) load(lane);
+#if !CHOICE
     if (NEXT == 1 && !e.ids) launch_next();
     if (!e.ids) wait_for_previous();
     if (e.ids && e.ids_ready) wait_and_launch_next(NEXT < 2);
+#endif
+#if SUMMED
+    const int certain = *((const volatile int*)e.ids + pair);  // not needed before the products are complete
+#endif
 #if FLOATS
     DYNAMIC_SHARED(uint4, staged);
     u8* own = (u8*)staged + (SUMMED ? warp * e.quantised_nbytes : 0);
@@ -110,7 +190,7 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
     const float bias = bias_of(e, biases, matrix, min(row + r, e.rows - 1));
 #if SUMMED
     __shared__ Product products[MOST_SUMMED][ROWS];
-    const float weight = exists(e, matrix) ? e.weights[pair] : NOT_A_NUMBER;
+    const float weight = e.weights[pair];
     const float residual = e.residual[min(row + (int)threadIdx.x, e.rows - 1)];
 #endif
     float sums[STREAMS][ROWS] = {};
@@ -140,7 +220,10 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
         for (int r = 0; r < ROWS; r++) all[s * EACH + r] = sums[s][r];
     const float sum = bias + warp_sums<SUMS>(all, lane), up = __shfl_down_sync(FULL, sum, WARP / 2);
 #if SUMMED
-    if (lane % LANES == 0 && r < ROWS) products[pair][r] = {sum, weight};
+    if (certain != matrix)
+        multiply_again<ALIGNED>(e, x, certain, row, products[pair], weight);
+    else if (lane % LANES == 0 && r < ROWS)
+        products[pair][r] = {sum, exists(e, matrix) ? weight : NOT_A_NUMBER};
     __syncthreads();
     if (useful) store_total(e, products, row, residual);
     return;

@@ -27,34 +27,13 @@ from .experts import (
 )
 from .fused_norm import two_at_most
 from .gemm import PLAIN
+from .grouped_experts import pairs_per_token
 from .quantize import HALVES, has_row_scales, quantise, targets
 from .weight_packing import INTEGERS, PACK, QUANTISED
 
 Build = Callable[[KernelContext], list[Launch]]
-_CLAMPED = -1  # CLAMPED of experts.cuh
-_EXPERTS = module("experts")
+CLAMPED = -1  # CLAMPED of experts.cuh
 _MOST_EXPERTS, _ROUTER_ITEMS = 256, (4, 8, 16)  # of norm_router.cu
-_ROUTE_WARPS = (1, 2, 4, 8)  # of the kernels that rank all experts at once
-_SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}  # enum Score of experts.cu
-
-
-@BACKEND.kernel("route", layout={"x": ROWS}, dtypes={"x": "f32", "bias": "f32"})
-def route(ctx: KernelContext) -> Launch:
-    x, a, (ids, weights) = ctx.x, ctx.attrs, ctx.results
-    bias, normalised = ctx.op("bias"), a["eps"] is not None
-    rows = (
-        x.address, x.row_stride, address(bias), ids.address, weights.address, ids.row_stride,
-        weights.row_stride, ctx.live_address(x.meta.rows), x.width, a["k"],
-    )  # fmt: skip
-    scale = (_SCORES[a["score"]], int(normalised), float(a["eps"] or 0), float(a["factor"]))
-    grid = (ctx.upper_bound(x.meta.rows),)
-    each = next((p for p in _ROUTE_WARPS if x.width <= 32 * p), None)
-    if each and a["groups"] == 1 and a["k"] <= min(32, x.width):
-        kernel, known = _EXPERTS[f"route_{each}"], [bias] if bias else []
-        return Launch(kernel, grid, (32 * each,), (*rows, *scale), prefetches=known)
-    args = (*rows, a["groups"], a["top_groups"], a["top_per_group"], *scale)
-    shared = 4 * (2 * x.width + a["groups"] + a["k"])
-    return Launch(_EXPERTS["route"], grid, (32 * min(8, a["groups"]),), args, shared)
 
 
 def _result_meta(node: Tensor) -> Meta:
@@ -120,7 +99,7 @@ def expert_gated(ctx: KernelContext) -> list[Launch]:
 
 @_gated("expert_clamped")
 def expert_clamped(ctx: KernelContext) -> list[Launch]:
-    return _gated_unit(ctx, _CLAMPED, float(ctx.attrs["alpha"]), float(ctx.attrs["limit"]))
+    return _gated_unit(ctx, CLAMPED, float(ctx.attrs["alpha"]), float(ctx.attrs["limit"]))
 
 
 @BACKEND.kernel(
@@ -137,7 +116,8 @@ def combine_add(ctx: KernelContext) -> Launch:
     when=no_summed_gemv,
 )  # fmt: skip
 def expert_linear_add(ctx: KernelContext) -> Launch:
-    return summed_gemv(ctx)
+    each = pairs_per_token(ctx.node)
+    return summed_gemv(ctx, ctx.ids, ctx.weights, ctx.op("bias"), each)
 
 
 def _few_products(node: Tensor, options: Options) -> str | None:
