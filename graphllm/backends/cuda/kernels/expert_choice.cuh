@@ -76,8 +76,8 @@ template <int P> struct ExpertChoice {
   private:
     __device__ __forceinline__ static int expert_of(int i) { return P * (int)(threadIdx.x % WARP) + i; }
 
-    // With TIES as `in_places`. Without, all experts with the largest key are chosen at once, which takes a third of the time;
-    // returns whether there was one each time.
+    // With TIES as `in_places`. Without, all experts with the largest key are chosen at once, so that a place depends on the one
+    // before by fewer instructions; returns whether there was one each time.
     template <bool TIES, class F> __device__ __forceinline__ bool choose(int count, F f) const {
         u32 left[P];
 #pragma unroll
