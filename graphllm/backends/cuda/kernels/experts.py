@@ -137,7 +137,7 @@ class Gate:
     limit: float = 0.0
 
 
-def argument(
+def experts_argument(
     ctx: KernelContext, ids: OperandRef | None, bias: OperandRef | None, y: int,
     gate: Gate | None = None, *, each: int = 0, ids_ready: bool | None = None, **more: Any,
 ) -> bytes:  # fmt: skip
@@ -213,14 +213,14 @@ def summed_gemv(
 ) -> Launch:  # fmt: skip
     """Products of one token's pairs in one launch, with their weighted sum and the residual ``r``.
 
-    The arguments are those of `argument`.
+    The arguments are those of `experts_argument`.
     """
     name, (_, n, depth) = ctx.w.dtype.name, ctx.w.meta.shape
     floats = not ctx.x.dtype.quantised
     rows, *_ = tile(name, True, False, floats, True)
     form = activation_of(dtype(name)) if floats else None
     nbytes = aligned(form.row_nbytes(depth)) if form else 0
-    arg = argument(
+    arg = experts_argument(
         ctx, ids, bias, ctx.out.address, each=each, ids_ready=ids_ready, weights=weights.address,
         residual=ctx.r.address, quantised_nbytes=nbytes,
     )  # fmt: skip
@@ -257,7 +257,7 @@ def expert_products(
         kind = _float_dtype(ctx.node, ctx.device.options)
         before, x = dequantise(ctx, ctx.x, room, kind)
         return [before, *expert_products(ctx.with_operand("x", x), ids, bias, y, gate)]
-    arg = argument(ctx, ids, bias, y, gate)
+    arg = experts_argument(ctx, ids, bias, y, gate)
     if ctx.x.dtype.name in HALVES and can_group(ctx):
         return grouped_products(ctx, arg, ids, gate is not None)
     return [_gemv(ctx, arg, ids, gate)]

@@ -19,8 +19,8 @@ from .elementwise import ACTIVATIONS
 from .experts import (
     MOST_SUMMED,
     Gate,
-    argument,
     dtype_mismatch,
+    experts_argument,
     gemv_module,
     quantises_itself,
     summed_gemv,
@@ -80,7 +80,7 @@ def _gated(ctx: KernelContext, row: OperandRef, ids: OperandRef, weights: Operan
     act: tuple[Any, ...] = (CLAMPED, float(a["alpha"]), float(a["limit"]))
     if a["act"] != "clamped":
         act = (ACTIVATIONS[a["act"], a["kind"]],)
-    arg = argument(
+    arg = experts_argument(
         ctx, None, ctx.op("bias"), row.address, Gate(ctx.w2, ctx.op("bias2"), F32, *act),
         each=each, logits=ctx.logits.address, correction=address(ctx.op("correction")),
         chosen=ids.address, chosen_weights=weights.address, score=SCORES[a["score"]],
