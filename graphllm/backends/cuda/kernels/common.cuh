@@ -8,7 +8,7 @@
 // dependent launch) and calls `begin()` or `wait_for_previous()` to wait for their results. Before that
 // it may read live counts, operands that the launch declares as prefetched (weights), and operands
 // that its arguments mark as ready; runtime/dependencies.py computes which these are. No kernel writes
-// before it waits. What it reads in a warm-up pass (`first_pass`), or as a guess (experts_gemv.cu), may be incomplete.
+// before it waits. What it reads in a warm-up pass (`first_pass`), or speculatively (experts_gemv.cu), may be incomplete.
 
 typedef unsigned char u8;
 typedef signed char i8;

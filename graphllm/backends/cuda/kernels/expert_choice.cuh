@@ -37,24 +37,23 @@ template <int P> struct ExpertChoice {
         }
     }
 
-    // The expert in a place, returned to one lane; -1 to the others.
-    __device__ __forceinline__ int in_place(int place) const {
+    // The expert of a rank, the largest key having rank 0, returned to one lane; -1 to the others.
+    __device__ __forceinline__ int with_rank(int rank) const {
         int found = -1;
-        if (!choose<false>(place + 1, [&](int at, int expert, float) {
-                if (at == place) found = expert;
-            })) {
+        auto take = [&](int at, int expert, float) {
+            if (at == rank) found = expert;
+        };
+        if (!choose<false>(rank + 1, take)) {
             found = -1;
-            choose<true>(place + 1, [&](int at, int expert, float) {
-                if (at == place) found = expert;
-            });
+            choose<true>(rank + 1, take);
         }
         return found;
     }
 
-    // Call `f(place, expert, score)` for the experts in the first `count` places, by the lane that has the expert.
-    template <class F> __device__ __forceinline__ void in_places(int count, F f) const { choose<true>(count, f); }
+    // Call `f(rank, expert, score)` for the experts of the first `count` ranks, by the lane that has the expert.
+    template <class F> __device__ __forceinline__ void top(int count, F f) const { choose<true>(count, f); }
 
-    // The weight of the expert in place `lane`, whose score is `own`.
+    // The weight of the expert of rank `lane`, whose score is `own`.
     __device__ __forceinline__ float weight(const Experts& e, float own) const {
         const bool chosen = (int)threadIdx.x % WARP < e.each;
         float value = chosen ? own : 0.f;
@@ -76,18 +75,18 @@ template <int P> struct ExpertChoice {
   private:
     __device__ __forceinline__ static int expert_of(int i) { return P * (int)(threadIdx.x % WARP) + i; }
 
-    // With TIES as `in_places`. Without, all experts with the largest key are chosen at once, so that a place depends on the one
-    // before by fewer instructions; returns whether there was one each time.
+    // With TIES as `top`. Without, all experts with the largest key are chosen at once, so that a rank depends on the one before
+    // by fewer instructions; returns whether no two keys were equal.
     template <bool TIES, class F> __device__ __forceinline__ bool choose(int count, F f) const {
-        u32 left[P];
+        u32 remaining[P];
 #pragma unroll
-        for (int i = 0; i < P; i++) left[i] = keys[i];
-        bool alone = true;
+        for (int i = 0; i < P; i++) remaining[i] = keys[i];
+        bool unique = true;
 #pragma unroll 1
-        for (int place = 0; place < count; place++) {
-            u32 largest = left[0];
+        for (int rank = 0; rank < count; rank++) {
+            u32 largest = remaining[0];
 #pragma unroll
-            for (int i = 1; i < P; i++) largest = max(largest, left[i]);
+            for (int i = 1; i < P; i++) largest = max(largest, remaining[i]);
             const u32 best = warp_max(largest);
             bool may = true;
             if (TIES) may = __ffs(__ballot_sync(FULL, largest == best)) - 1 == threadIdx.x % WARP;
@@ -95,10 +94,10 @@ template <int P> struct ExpertChoice {
             float score = 0;
 #pragma unroll
             for (int i = 0; i < P; i++)
-                if (left[i] == best && may && !(TIES && found)) left[i] = 0, found++, mine = i, score = scores[i];
-            if (found) f(place, expert_of(mine), score);
-            if (!TIES) alone &= warp_sum(found) == 1;
+                if (remaining[i] == best && may && !(TIES && found)) remaining[i] = 0, found++, mine = i, score = scores[i];
+            if (found) f(rank, expert_of(mine), score);
+            if (!TIES) unique &= warp_sum(found) == 1;
         }
-        return alone;
+        return unique;
     }
 };

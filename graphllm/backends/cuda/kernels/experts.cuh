@@ -18,7 +18,7 @@ struct Experts {
     int kind, form;  // of x, and of y in gated kernels; 0: float32, else a kind of quantize.cuh
     int act;          // of gated kernels: an Activation, or CLAMPED with these parameters:
     float alpha, limit;
-    int ids_ready;  // the ids may be read before the wait, of kernels that add up results also as a guess
+    int ids_ready;  // the ids may be read before the wait, by kernels that add up results also speculatively
     // of kernels that add up the results of one token, of at most MOST_SUMMED pairs:
     const float *weights, *residual;  // [each], [rows]
     int quantised_nbytes;             // bytes of a quantised row in shared memory

@@ -8,9 +8,9 @@
 // with GATED, each block chooses the experts of one token itself, of at most 32 CHOICE. One more row of
 // blocks stores the choice.
 //
-// The launch with SUMMED that follows one with CHOICE reads the ids before its wait, as a guess: they were stored
+// The launch with SUMMED that follows one with CHOICE reads the ids speculatively, before its wait: they were stored
 // before it could start, but are certain to be visible only after the wait. Then it reads them again, and multiplies
-// again if the guess was wrong.
+// again if they differ.
 
 #define LONE 1
 #include "dot.cuh"
@@ -55,7 +55,7 @@ __device__ __forceinline__ int chosen_expert(const Experts& e, int pair) {
     for (int pass = 0; pass < 2; pass++) {
         if (pass) wait_and_launch_next();
         if (threadIdx.x < WARP) {
-            const int expert = ExpertChoice<CHOICE>(e).in_place(pair);
+            const int expert = ExpertChoice<CHOICE>(e).with_rank(pair);
             if (expert >= 0) chosen = expert;
         }
         __syncthreads();
@@ -68,8 +68,8 @@ __device__ __forceinline__ void store_choice(const Experts& e) {
     __shared__ float chosen[WARP];
     wait_for_previous();
     const ExpertChoice<CHOICE> choice(e);
-    choice.in_places(e.each, [&](int place, int expert, float score) {
-        e.chosen[place] = expert, chosen[place] = score;
+    choice.top(e.each, [&](int rank, int expert, float score) {
+        e.chosen[rank] = expert, chosen[rank] = score;
     });
     __threadfence();
     __syncwarp();

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 from ....backends.alignment import aligned
 from ....formats import activation_of
@@ -66,8 +65,8 @@ def _workspace(node: Tensor) -> list[Meta]:
     """What the workspace holds: gated units, ids and weights of the experts, and the gated units as
     they are quantised, if they are.
 
-    Each is aligned to 64 bytes, so that ids, which are read as a guess, share no sector of the L1
-    cache with what is read after the wait.
+    Each is aligned to 64 bytes, so that ids, which are read speculatively, share no sector of the
+    L1 cache with what is read after the wait.
     """
     row, choice = _row(node), (1, node.attrs["k"])
     quantised = (Meta.of(row.shape, dtype(name)) for name in node.attrs["dtypes"])
@@ -81,13 +80,13 @@ def _scratch(node: Tensor, options: Options) -> int:
 def _gated(ctx: KernelContext, row: OperandRef, ids: OperandRef, weights: OperandRef) -> Launch:
     """The gated units, whose kernel stores the ids and weights of the chosen experts, too."""
     a, each, name = ctx.attrs, ctx.attrs["k"], ctx.w.dtype.name
-    act: tuple[Any, ...] = (CLAMPED, float(a["alpha"]), float(a["limit"]))
-    if a["act"] != "clamped":
-        act = (ACTIVATIONS[a["act"], a["kind"]],)
+    clamped = a["act"] == "clamped"
+    act = CLAMPED if clamped else ACTIVATIONS[a["act"], a["kind"]]
+    unit = Gate(ctx.w2, ctx.op("bias2"), F32, act, float(a["alpha"]), float(a["limit"]))
     arg = experts_argument(
-        ctx, None, ctx.op("bias"), row.address, Gate(ctx.w2, ctx.op("bias2"), F32, *act),
-        each=each, logits=ctx.logits.address, correction=address(ctx.op("correction")),
-        chosen=ids.address, chosen_weights=weights.address, score=SCORES[a["score"]],
+        ctx, None, ctx.op("bias"), row.address, unit, each=each, logits=ctx.logits.address,
+        correction=address(ctx.op("correction")), chosen=ids.address,
+        chosen_weights=weights.address, score=SCORES[a["score"]],
         normalised=a["eps"] is not None, eps=float(a["eps"] or 0), factor=float(a["factor"]),
     )  # fmt: skip
     experts, n, _ = ctx.w.meta.shape

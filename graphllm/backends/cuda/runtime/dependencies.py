@@ -5,7 +5,7 @@ with `griddepcontrol.wait`, which returns when they have completed and their wri
 Before that instruction a kernel may read an operand only if no launch that may still run writes it.
 `InFlight` computes this from what the steps of a segment write, and from when each launch lets its
 successor start. No kernel writes before it waits, so these reads are the only hazard. A kernel may
-read more as a guess that it checks after its wait, as moe_add does.
+read more speculatively, and read it again after its wait, as moe_add does.
 """
 
 from __future__ import annotations
